@@ -1,0 +1,221 @@
+"""Plain PyTorch over lists of tensors: the definition of every kernel, and the path for the CPU and other devices.
+
+Each function takes lists whose tensors live on one device, and makes a number of torch calls that does not grow with
+the number of tensors (``_foreach_*`` takes the whole list; there is no public spelling of it). On the CPU a tensor's
+value is read with ``tolist()``, which costs neither a copy nor a synchronisation; on any other device nothing is read.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE, ScaleRule, ScaleState, next_state
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class Reading(NamedTuple):
+    """What one read of a list of gradients tells.
+
+    Attributes:
+        norm: Their total 2-norm, 0-dim float32 (inf where only the norm overflows, non-finite where a value is).
+        found_inf: 1.0 if any value is non-finite, else 0.0: 0-dim float32, as torch's fused optimizers take it.
+    """
+
+    norm: Tensor
+    found_inf: Tensor
+
+
+def collect(
+    new: Sequence[Tensor],
+    into: Sequence[Tensor | None],
+    inv_scale: Tensor | None,
+    first_bad: Tensor,
+    *,
+    offset: int = 0,
+    widen: bool = True,
+    in_place: bool = True,
+) -> list[Tensor]:
+    """Unscales fresh gradients, checks them, and adds them to those already there: ``into + new * inv_scale``.
+
+    The check sees ``new`` before the multiply: with a scale below one a finite value may overflow in it.
+
+    Args:
+        new: Gradients of one backward pass: dense, floating, any shapes; their dtypes may differ.
+        into: For each of them the true gradient to add to, in place, or None.
+        inv_scale: ``1 / scale``, 0-dim float32, or None where no scale was in use.
+        first_bad: 0-dim int32; becomes ``min(first_bad, offset + i)`` for each ``new[i]`` with a non-finite value.
+        offset: Index of ``new[0]`` in the numbering of ``first_bad``.
+        widen: Whether a half ``new`` without an ``into`` becomes float32 (else it keeps its dtype).
+        in_place: Whether a ``new`` that keeps its dtype may be overwritten.
+
+    Returns:
+        The true gradients, one for each ``new``: ``into[i]`` where there was one, else ``new[i]`` itself where it could
+        be overwritten, else a fresh tensor.
+    """
+    fresh = _unscaled(list(new), inv_scale, first_bad, offset, widen, in_place)
+    if all(old is None for old in into):
+        return fresh
+    pairs = [(old, g) for old, g in zip(into, fresh, strict=True) if old is not None]
+    torch._foreach_add_([old for old, _ in pairs], [g for _, g in pairs])
+    return [g if old is None else old for old, g in zip(into, fresh, strict=True)]
+
+
+def _unscaled(
+    new: list[Tensor], inv_scale: Tensor | None, first_bad: Tensor, offset: int, widen: bool, in_place: bool
+) -> list[Tensor]:
+    if in_place and not (widen and any(g.dtype in HALF_DTYPES for g in new)):
+        _check(new, inv_scale, first_bad, offset)
+        return new
+    _check(new, None, first_bad, offset)
+    factor = _one(first_bad.device) if inv_scale is None else inv_scale
+    if not widen:
+        return list(torch._foreach_mul(new, factor))
+    # A factor with one dimension takes part in type promotion, a 0-dim one does not: half * float32 [1] is float32.
+    wide = factor.view(1)
+    return list(torch._foreach_mul(new, [wide if g.dim() else factor for g in new]))
+
+
+@lru_cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+@lru_cache
+def _cpu_found() -> Tensor:
+    """Scratch of `_check`; zero between calls."""
+    return torch.zeros((), dtype=torch.float32)
+
+
+def _check(grads: list[Tensor], factor: Tensor | None, first_bad: Tensor, offset: int) -> None:
+    """Lowers ``first_bad`` to the first non-finite of ``grads``, then multiplies them by ``factor`` in place.
+
+    Without a factor they are multiplied by one, which leaves every value as it is: still the cheapest check over a list
+    that torch has.
+    """
+    factor = _one(first_bad.device) if factor is None else factor
+    if first_bad.is_cpu:
+        found = _cpu_found()
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
+        if found.tolist():
+            found.zero_()
+            first_bad.clamp_(max=offset + next(i for i, g in enumerate(grads) if not torch.isfinite(g).all()))
+        return
+    found = torch.zeros((), dtype=torch.float32, device=first_bad.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
+    index = _norms(grads).isfinite().logical_not().to(torch.int32).argmax().to(torch.int32) + offset
+    first_bad.copy_(torch.where(found > 0, torch.minimum(first_bad, index), first_bad))
+
+
+def _norms(grads: list[Tensor], order: float = 2.0) -> Tensor:
+    """Returns the norm of each of ``grads``: ``[len(grads)]``, float32 (float64 where all are)."""
+    dtypes = {g.dtype for g in grads}
+    if torch.float64 in dtypes and len(dtypes) > 1:  # torch.stack wants one dtype, and norms are never narrowed
+        grads = [g.double() for g in grads]
+    elif not dtypes.isdisjoint(HALF_DTYPES):
+        return torch.stack(torch._foreach_norm(grads, order, dtype=torch.float32))
+    return torch.stack(torch._foreach_norm(grads, order))
+
+
+def read(grads: Sequence[Tensor]) -> Reading:
+    """Reads the gradients a step will use, once, and changes nothing.
+
+    Args:
+        grads: At least one dense floating tensor; dtypes may differ.
+
+    Returns:
+        Their total 2-norm and whether any value is non-finite. A norm that overflows is no non-finite value.
+    """
+    grads = list(grads)
+    norm = torch.linalg.vector_norm(_norms(grads))
+    found = torch.zeros((), dtype=torch.float32, device=norm.device)
+    if not norm.is_cpu:
+        # ``.data``: the op below writes (each value times one), and a read must not move the version counters.
+        torch._amp_foreach_non_finite_check_and_unscale_([g.data for g in grads], found, torch.ones_like(found))
+    elif not math.isfinite(norm.tolist()) and not all(torch.isfinite(g).all() for g in grads):
+        found.fill_(1.0)
+    return Reading(norm.to(torch.float32), found)
+
+
+def clip_norm(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scales ``grads`` in place so that their total norm is at most ``max_norm``, as `torch.nn.utils.clip_grad_norm_`.
+
+    Args:
+        grads: The gradients, in place.
+        norm: Their total norm, from `read`. Where it is non-finite the gradients are left as they are.
+        max_norm: The bound, positive.
+    """
+    coefficient = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+    # An infinite norm gives 0 and a NaN gives NaN: neither may be multiplied into a gradient.
+    coefficient = torch.where(coefficient > 0, coefficient, 1.0)
+    torch._foreach_mul_(list(grads), coefficient)
+
+
+def clip_value(grads: Sequence[Tensor], found_inf: Tensor, max_value: float) -> None:
+    """Clamps ``grads`` in place to ``[-max_value, max_value]``, unless one of them is non-finite.
+
+    A clamp would turn an infinity into a value that looks harmless, and the step would take it.
+
+    Args:
+        grads: The gradients, in place.
+        found_inf: From `read`. Where it is not zero the gradients are left as they are.
+        max_value: The bound, positive.
+    """
+    bound = torch.where(found_inf > 0, math.inf, max_value)
+    torch._foreach_minimum_(list(grads), [bound] * len(grads))
+    torch._foreach_maximum_(list(grads), [-bound] * len(grads))
+
+
+def refresh(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Rounds each float32 master into its half weight, in place.
+
+    Args:
+        halves: The half weights.
+        masters: Their masters, of the same shapes.
+    """
+    torch._foreach_copy_(list(halves), list(masters))
+
+
+def adopt(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Takes over edits of half weights: ``master = where(half == round(master), master, float(half))``, in place.
+
+    Args:
+        halves: The half weights, unchanged.
+        masters: Their float32 masters, of the same shapes; a value moves only where the half value was edited.
+    """
+    if not halves:
+        return
+    if halves[0].is_cpu:
+        rounded = torch._foreach_mul(list(halves), 0)
+        torch._foreach_copy_(rounded, list(masters))
+        torch._foreach_sub_(rounded, list(halves))
+        if not _norms(list(rounded), 1.0).sum().tolist():  # NaN, which differs from itself, is true
+            return
+    for half, master in zip(halves, masters, strict=True):
+        master.copy_(torch.where(half == master.to(half.dtype), master, half.to(master.dtype)))
+
+
+def update(state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRule) -> None:
+    """Moves a scaler's state on by one backward pass (or one delayed window), and clears ``first_bad``.
+
+    Args:
+        state: float32 vector of `ScaleState`, in place.
+        first_bad: 0-dim int32, from `collect`; `FIRST_BAD_NONE` afterwards.
+        loss: The loss before scaling, any shape, or None where it is not to be looked at.
+        rule: The scaler's settings.
+    """
+    if state.is_cpu:
+        bad = first_bad.tolist()
+        finite = bad == FIRST_BAD_NONE or loss is None or bool(torch.isfinite(loss).all())
+        state.copy_(torch.tensor(next_state(ScaleState(*state.tolist()), bad, finite, rule), dtype=torch.float32))
+        if bad != FIRST_BAD_NONE:
+            first_bad.fill_(FIRST_BAD_NONE)
+        return
+    loss_finite = torch.ones_like(first_bad, dtype=torch.bool) if loss is None else torch.isfinite(loss).all()
+    moved = next_state(ScaleState(*state.unbind()), first_bad, loss_finite, rule, where=torch.where)
+    state.copy_(torch.stack(moved))
+    first_bad.fill_(FIRST_BAD_NONE)
