@@ -1,0 +1,345 @@
+"""One backward, one step: ties scalers, gradients, masters and optimizers together, and knows no framework."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp import kernels
+from lightning_amp.autocast import no_autocast
+from lightning_amp.gradients import Gradients, dense_values
+from lightning_amp.graph import reached_leaves
+from lightning_amp.kernels.reference import Reading
+from lightning_amp.loss_scaler import DEFAULT_KEY, Key, LossScaler, LossScalers
+from lightning_amp.master_weights import MasterWeights
+from lightning_amp.opt_levels import AmpConfig
+from lightning_amp.outcomes import Outcome
+from lightning_amp.stepper import Stepper
+
+
+class Engine:
+    """Runs backward passes and optimizer steps in mixed precision.
+
+    Args:
+        config: The level and its settings.
+        optimizers: All optimizers of the training: anything with ``param_groups``, ``state`` and ``step``.
+        modules: The models; their parameters get true gradients also where no optimizer owns them.
+        masters: From the conversion of the models, or None where none were converted.
+        scalers: Scalers to go on with, or None to start anew.
+        num_losses: How many loss ids there are.
+        device: Where the scalers' states live.
+        distributed: Whether several processes train together: the scaler is then chosen and moved on only by what is
+            the same on each of them.
+
+    Example:
+        >>> from lightning_amp.opt_levels import resolve
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> engine = Engine(resolve("O1"), [optimizer], [model])
+        >>> engine.backward(model(torch.ones(1, 2)).mean())
+        >>> engine.step(optimizer)
+        >>> engine.outcome(optimizer).value
+        'stepped'
+    """
+
+    def __init__(
+        self,
+        config: AmpConfig,
+        optimizers: Sequence[Any],
+        modules: Sequence[nn.Module] = (),
+        *,
+        masters: MasterWeights | None = None,
+        scalers: LossScalers | None = None,
+        num_losses: int = 1,
+        device: torch.device | str = "cpu",
+        distributed: bool = False,
+    ) -> None:
+        device = torch.device(device)
+        self.config = config
+        self.optimizers = list(optimizers)
+        self.masters = MasterWeights(False) if masters is None else masters
+        self.scalers = LossScalers(config, device) if scalers is None else scalers
+        self.scalers.to(device)
+        self._num_losses = num_losses
+        self._device = device
+        self._distributed = distributed
+        self._steppers = [Stepper(o, self.masters, f"optimizer {i}") for i, o in enumerate(self.optimizers)]
+        self.gradients = Gradients(
+            self.optimizers,
+            lambda: [p for module in modules for p in module.parameters()],
+            widen=config.master_weights or config.cast_model_type is None,
+        )
+        self._refuse_optimizer_in_backward(modules)
+
+    def _refuse_optimizer_in_backward(self, modules: Sequence[nn.Module]) -> None:
+        if self.config.loss_scale == 1.0:
+            return
+        for module in modules:
+            for name, param in module.named_parameters():
+                if getattr(param, "_post_accumulate_grad_hooks", None):  # there is no public way to ask
+                    raise ValueError(
+                        f"Parameter {name!r} has a post-accumulate-grad hook, which would see its gradient multiplied by "
+                        "the loss scale. Remove the hook and step after the backward pass, or set loss_scale=1."
+                    )
+
+    # Which optimizer, which scaler
+
+    def index(self, optimizer: Any) -> int:
+        """Returns the place of ``optimizer`` among this engine's.
+
+        Args:
+            optimizer: One of them, or a wrapper that keeps one as ``_optimizer`` (as Lightning's does).
+
+        Raises:
+            ValueError: It is none of them.
+        """
+        raw = getattr(optimizer, "__dict__", {}).get("_optimizer", optimizer)
+        for i, mine in enumerate(self.optimizers):
+            if mine is raw:
+                return i
+        raise ValueError(
+            f"{type(raw).__name__} is not one of the {len(self.optimizers)} optimizers of this training. Use those that "
+            "configure_optimizers returned (self.optimizers() in a LightningModule)."
+        )
+
+    def scaler_for(self, loss: Tensor, loss_id: int | None, optimizers: Any, lists: list[list[Tensor]]) -> LossScaler:
+        """Chooses the scaler of a backward pass: a question of range only, the gradients come out the same.
+
+        Args:
+            loss: What the pass starts from.
+            loss_id: The caller's name for it, or None.
+            optimizers: One optimizer or several that the pass is for, or None.
+            lists: Each optimizer's parameters.
+
+        Raises:
+            ValueError: The loss id is out of range, or an optimizer is unknown.
+        """
+        return self.scalers.get(self._key(loss, loss_id, optimizers, lists))
+
+    def _key(self, loss: Tensor, loss_id: int | None, optimizers: Any, lists: list[list[Tensor]]) -> Key:
+        if loss_id is not None:
+            if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < self._num_losses:
+                raise ValueError(
+                    f"loss_id={loss_id!r} is out of range: num_losses={self._num_losses} allows 0 to "
+                    f"{self._num_losses - 1}. Raise num_losses, or use one of those."
+                )
+            return ("loss", (loss_id,))
+        if optimizers is not None:
+            named = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+            return ("optimizer", tuple(sorted({self.index(o) for o in named})))
+        if len(lists) == 1:
+            return ("optimizer", (0,))
+        active = [i for i, params in enumerate(lists) if [p for p in params if p.requires_grad]]
+        if 0 < len(active) < len(lists):
+            return ("optimizer", tuple(active))
+        leaves = None if self._distributed else reached_leaves(loss)
+        if leaves:
+            active = [i for i, params in enumerate(lists) if not leaves.isdisjoint(map(id, params))]
+            if active:
+                return ("optimizer", tuple(active))
+        return DEFAULT_KEY
+
+    # One backward
+
+    @contextmanager
+    def scaled_loss(
+        self,
+        loss: Tensor,
+        *,
+        loss_id: int | None = None,
+        optimizers: Any = None,
+        delay_unscale: bool = False,
+        hold: bool = False,
+        create_graph: bool = False,
+        inputs: Iterable[Tensor] = (),
+    ) -> Iterator[Tensor]:
+        """Gives the scaled loss to run backward on; after the block the gradients are true.
+
+        Hooks that run during the backward pass still see the scale.
+
+        Args:
+            loss: Any shape, any floating dtype; a half loss is multiplied in float32.
+            loss_id: Chooses the scaler, 0 to ``num_losses - 1``.
+            optimizers: Chooses the scaler, where ``loss_id`` does not.
+            delay_unscale: Whether the gradients keep their scale until the next pass without it, a clip, a step or
+                `unscale`. With master weights it changes nothing: half sums would lose small terms.
+            hold: Whether a distributed wrapper has yet to reduce these gradients (DDP's ``no_sync``).
+            create_graph: Whether the gradients become part of a graph.
+            inputs: Leaf tensors that get gradients although they are no parameters.
+
+        Yields:
+            ``loss * scale`` in float32.
+
+        Raises:
+            ValueError: The loss id is out of range, or an optimizer is unknown.
+        """
+        lists = self.gradients.lists()
+        scaler = self.scaler_for(loss, loss_id, optimizers, lists)
+        params = self.gradients.params(lists)
+        extra = [t for t in inputs if isinstance(t, Tensor) and t.is_leaf and all(t is not p for p in params)]
+        delay = delay_unscale and not self.config.master_weights
+        with no_autocast(self._device.type):
+            window = self.gradients.begin(params + extra if extra else params, scaler.now(), delay=delay, hold=hold)
+            try:
+                wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+                yield wide if window.scale.scale is None else wide * window.scale.scale
+            except BaseException:
+                self.gradients.put_back(window)
+                raise
+            self.gradients.finish(window, loss, create_graph)
+        if self.config.patch_torch_functions and self.config.cache_casts != "step":
+            torch.clear_autocast_cache()
+
+    def backward(self, loss: Tensor, run: Callable[..., Any] = torch.Tensor.backward, **kwargs: Any) -> None:
+        """Runs one backward pass; afterwards every gradient that can be seen is true.
+
+        Args:
+            loss: What to differentiate.
+            run: Runs autograd on the scaled loss.
+            **kwargs: Those of `scaled_loss`; the others (``retain_graph``, ``gradient``, …) go to ``run``.
+
+        Raises:
+            ValueError: As `scaled_loss`.
+        """
+        mine = {name: kwargs.pop(name) for name in ("loss_id", "optimizers", "delay_unscale", "hold") if name in kwargs}
+        inputs = kwargs.get("inputs") or ()
+        inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+        with self.scaled_loss(
+            loss, create_graph=bool(kwargs.get("create_graph")), inputs=inputs, **mine
+        ) as scaled:
+            run(scaled, **kwargs)
+
+    def unscale(self, optimizer: Any = None) -> None:
+        """Makes pending gradients true now.
+
+        Args:
+            optimizer: The one they are wanted for, or None for all.
+        """
+        chosen = self.optimizers if optimizer is None else [self.optimizers[self.index(optimizer)]]
+        self.gradients.collect_pending(owned=[p for o in chosen for group in o.param_groups for p in group["params"]])
+
+    # One step
+
+    def _ready(self, index: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the parameters of an optimizer that have a gradient, and the gradients, all true."""
+        params = self.gradients.lists()[index]
+        self.gradients.collect_pending(owned=params)
+        params = [p for p in params if p.grad is not None]
+        return params, [p.grad for p in params if p.grad is not None]
+
+    @staticmethod
+    def _read(grads: list[Tensor]) -> tuple[Reading, list[Tensor]]:
+        values = dense_values(grads)
+        return kernels.backend(values[0].device).read(values), values
+
+    def norm(self, optimizer: Any) -> Tensor:
+        """Returns the total 2-norm of an optimizer's true gradients: 0-dim float32, no host synchronisation.
+
+        Args:
+            optimizer: One of this engine's. Zero if none of its parameters has a gradient.
+        """
+        _, grads = self._ready(self.index(optimizer))
+        with torch.no_grad(), no_autocast(self._device.type):
+            return self._read(grads)[0].norm if grads else torch.zeros((), device=self._device)
+
+    def clip(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
+        """Clips an optimizer's true gradients in place; non-finite ones are left for `step` to see.
+
+        Args:
+            optimizer: One of this engine's.
+            value: The bound, positive.
+            algorithm: ``"norm"`` (total 2-norm) or ``"value"`` (each element).
+
+        Raises:
+            ValueError: The bound or the algorithm cannot be used.
+        """
+        if algorithm not in ("norm", "value"):
+            raise ValueError(f"algorithm={algorithm!r} is unknown. Use 'norm' or 'value'.")
+        if not value > 0:
+            raise ValueError(f"A clip value of {value!r} cannot be used. Use a positive number.")
+        _, grads = self._ready(self.index(optimizer))
+        if not grads:
+            return
+        with torch.no_grad(), no_autocast(self._device.type):
+            reading, values = self._read(grads)
+            backend = kernels.backend(values[0].device)
+            if algorithm == "norm":
+                backend.clip_norm(values, reading.norm, float(value))
+            else:
+                backend.clip_value(values, reading.found_inf, float(value))
+
+    def step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Steps an optimizer unless one of the gradients the step would use is non-finite.
+
+        At most one host synchronisation; none with torch's fused optimizers after a parameter's first step.
+
+        Args:
+            optimizer: One of this engine's.
+            **kwargs: For its ``step``.
+
+        Returns:
+            What its ``step`` returned, None if it was not called.
+        """
+        index = self.index(optimizer)
+        stepper = self._steppers[index]
+        params, grads = self._ready(index)
+        if not grads:
+            stepper.idle()
+            return None
+        try:
+            with no_autocast(self._device.type):
+                with torch.no_grad():
+                    reading, _ = self._read(grads)
+                return stepper.step(reading, params, **kwargs)
+        finally:
+            torch.clear_autocast_cache()  # a cast made before the step is stale after it
+
+    def lent_masters(self, optimizer: Any) -> AbstractContextManager[None]:
+        """Has ``optimizer`` hold its float32 masters inside the block: to read, edit or step them.
+
+        Edits of half weights are taken over on entering; the half weights are refreshed on leaving.
+
+        Args:
+            optimizer: One of this engine's.
+        """
+        return self._steppers[self.index(optimizer)].lent()
+
+    def outcome(self, optimizer: Any) -> Outcome | None:
+        """Returns what the latest ``step()`` of ``optimizer`` did, None before the first.
+
+        Waits for the device where only it knows.
+
+        Args:
+            optimizer: One of this engine's.
+        """
+        return self._steppers[self.index(optimizer)].record.latest
+
+    def counts(self, optimizer: Any) -> dict[Outcome, int]:
+        """Returns how often each outcome occurred for ``optimizer``; waits as `outcome` does."""
+        return self._steppers[self.index(optimizer)].record.counts
+
+    def loss_scales(self) -> dict[str, float]:
+        """Returns every scaler's present scale by name: one host synchronisation each."""
+        return {scaler.name: scaler.read().scale for scaler in self.scalers}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain numbers, strings and dicts: the scalers and the optimizers' totals."""
+        totals = [{o.value: n for o, n in s.record.counts.items()} for s in self._steppers]
+        return {"scalers": self.scalers.state_dict(), "outcomes": totals}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave.
+
+        Args:
+            state: Scalers and totals; totals of optimizers that are not there are dropped.
+        """
+        self.scalers.load_state_dict(state.get("scalers", {}))
+        for stepper, totals in zip(self._steppers, state.get("outcomes", ()), strict=False):
+            stepper.record.load_counts(totals)
+
+    def close(self) -> None:
+        """Removes every hook from the optimizers; the masters and scalers stay."""
+        for stepper in self._steppers:
+            stepper.close()

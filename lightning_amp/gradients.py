@@ -1,0 +1,285 @@
+"""Where each gradient is between a backward pass and a step, and under which scale.
+
+A gradient in ``.grad`` is either true, or pending: it still carries the scale of a delayed backward pass. A backward
+pass sets the true ones aside, so that autograd hands over fresh tensors, and collects ``true + fresh / scale``.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_amp import kernels
+from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE
+from lightning_amp.loss_scaler import Scale
+
+Fresh = tuple[Tensor, Tensor, Tensor | None]
+"""A parameter, its fresh gradient, and the true gradient to add it to."""
+
+
+@dataclass
+class Pending:
+    """Gradients that still carry the scale of a delayed backward pass.
+
+    Attributes:
+        scale: The scale they carry.
+        params: Whose they are.
+        grads: The tensors themselves: where ``.grad`` is another tensor by now, it was replaced and is true.
+        losses: The losses they came from.
+        held: Whether a distributed wrapper has yet to reduce them, so that nobody may touch them.
+    """
+
+    scale: Scale
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    held: bool = False
+
+    def present(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns the parameters and gradients that are still there."""
+        return [(p, g) for p, g in zip(self.params, self.grads, strict=True) if p.grad is g]
+
+
+@dataclass
+class Window:
+    """One backward pass under way.
+
+    Attributes:
+        scale: The scale it runs under.
+        live: The parameters that may get a gradient.
+        olds: Their true gradients, set aside.
+        delay: Whether its gradients stay pending.
+        hold: Whether they are not reduced yet.
+        versions: Versions of the gradients held so far, by which those that are reduced now are told.
+    """
+
+    scale: Scale
+    live: list[Tensor]
+    olds: list[Tensor | None]
+    delay: bool
+    hold: bool
+    versions: list[int]
+
+
+class Gradients:
+    """The gradients of one training.
+
+    Args:
+        optimizers: Anything with ``param_groups``.
+        others: Gives the parameters that are to have true gradients although no optimizer owns them.
+        widen: Whether half gradients become float32 when they are collected.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Any], others: Callable[[], Iterable[Tensor]] = tuple, widen: bool = True
+    ) -> None:
+        self.optimizers = optimizers
+        self.in_place = True
+        """Whether a fresh gradient is ours to overwrite; not where it is a view into a buffer of DDP's."""
+        self._others = others
+        self._widen = widen
+        self._ids: list[list[int]] | None = None
+        self._all: list[Tensor] = []
+        self._pending: list[Pending] = []
+
+    def lists(self) -> list[list[Tensor]]:
+        """Returns each optimizer's parameters, read from its ``param_groups`` now."""
+        return [[p for group in o.param_groups for p in group["params"]] for o in self.optimizers]
+
+    def params(self, lists: list[list[Tensor]]) -> list[Tensor]:
+        """Returns every parameter once, those of no optimizer last.
+
+        Args:
+            lists: From `lists`.
+        """
+        ids = [list(map(id, params)) for params in lists]
+        if ids != self._ids:
+            self._ids = ids
+            self._all = list({id(p): p for params in [*lists, self._others()] for p in params}.values())
+        return self._all
+
+    def begin(self, params: list[Tensor], scale: Scale, *, delay: bool, hold: bool) -> Window:
+        """Makes room for a backward pass: collects what is pending under other scales, sets true gradients aside.
+
+        Args:
+            params: Those that are to have true gradients afterwards.
+            scale: The scale the pass would run under.
+            delay: Whether its gradients keep the scale until `collect_pending`.
+            hold: Whether they are not reduced yet (DDP's ``no_sync``): always delayed, and not touched until then.
+
+        Returns:
+            The pass under way; its ``scale`` is the one to use.
+        """
+        scale = next((pending.scale for pending in self._pending if pending.held), scale)
+        self.collect_pending(keep=scale)
+        live = [p for p in params if p.requires_grad]
+        olds = [p.grad for p in live]
+        versions: list[int] = []
+        for pending in self._pending:
+            carried = {id(g) for g in pending.grads}
+            olds = [None if id(old) in carried else old for old in olds]
+            versions = [g._version for g in pending.grads]
+        window = Window(scale, live, olds, delay or hold, hold, versions)
+        if window.delay:
+            self._put_under_scale(window)
+        else:
+            for p, old in zip(live, olds, strict=True):
+                if old is not None:
+                    p.grad = None
+        return window
+
+    @staticmethod
+    def _put_under_scale(window: Window) -> None:
+        """Gives true gradients the scale that the pass adds to them under: all of ``.grad`` is pending then.
+
+        They are not set aside, so that a `zero_grad` that nobody tells us of finds them where they are.
+        """
+        if window.scale.scale is not None:
+            with torch.no_grad():
+                for old in window.olds:
+                    if old is not None:
+                        old.mul_(window.scale.scale)
+
+    @staticmethod
+    def put_back(window: Window) -> None:
+        """Ends a pass that failed: what it produced is dropped, what was set aside is back."""
+        for p, old in zip(window.live, window.olds, strict=True):
+            if old is not None or not window.delay:
+                p.grad = old
+
+    def finish(self, window: Window, loss: Tensor | None, create_graph: bool = False) -> None:
+        """Ends a backward pass: collects what it produced and moves its scaler on, or notes that it is pending.
+
+        Args:
+            window: From `begin`.
+            loss: The loss before scaling, any shape, or None where it is not to be looked at.
+            create_graph: Whether the gradients are part of a graph and may not be changed in place.
+        """
+        pending = self._pending.pop() if self._pending else Pending(window.scale.kept() if window.delay else window.scale)
+        if loss is not None:
+            pending.losses.append(loss.detach())
+        if window.delay:
+            self._note(pending, window)
+            return
+        self._keep_unreduced(pending, window)
+        for p, old in zip(window.live, window.olds, strict=True):
+            if p.grad is None and old is not None:
+                p.grad = old
+        fresh: list[Fresh] = [
+            (p, p.grad, old)
+            for p, old in zip(window.live, window.olds, strict=True)
+            if p.grad is not None and p.grad is not old
+        ]
+        fresh += [(p, g, None) for p, g in pending.present() if not p.requires_grad]
+        self._collect(fresh, pending, create_graph)
+
+    def _note(self, pending: Pending, window: Window) -> None:
+        reached = [(p, p.grad) for p in window.live if p.grad is not None]
+        known = {id(p) for p, _ in reached}
+        reached += [(p, g) for p, g in pending.present() if id(p) not in known]
+        pending.params = [p for p, _ in reached]
+        pending.grads = [g for _, g in reached]
+        pending.held = window.hold
+        self._pending.append(pending)
+
+    def _keep_unreduced(self, pending: Pending, window: Window) -> None:
+        """Leaves pending what a reduced pass did not reach: its turn comes with the pass that does."""
+        if not pending.held:
+            return
+        waiting = [
+            (p, g)
+            for (p, g), version in zip(zip(pending.params, pending.grads, strict=True), window.versions, strict=True)
+            if p.grad is g and g._version == version
+        ]
+        if waiting:
+            params, grads = (list(column) for column in zip(*waiting, strict=True))
+            self._pending.append(Pending(pending.scale, params, grads, held=True))
+            left = {id(p) for p in params}
+            window.olds = [p.grad if id(p) in left else old for p, old in zip(window.live, window.olds, strict=True)]
+            pending.params, pending.grads = [], []
+
+    def collect_pending(self, keep: Scale | None = None, owned: Iterable[Tensor] | None = None) -> None:
+        """Makes pending gradients true, each by the scale of its own pass, and moves their scalers on.
+
+        Args:
+            keep: What is pending under this scale stays.
+            owned: Held gradients stay held, except where the step of their owner needs them: those of these parameters.
+        """
+        if not self._pending:
+            return
+        owned_ids = set() if owned is None else {id(p) for p in owned}
+        waiting: list[Pending] = []
+        for pending in self._pending:
+            same = keep is not None and pending.scale[:2] == keep[:2]
+            if same or (pending.held and not any(id(p) in owned_ids for p in pending.params)):
+                waiting.append(pending)
+            else:
+                self._collect([(p, g, None) for p, g in pending.present()], pending)
+        self._pending = waiting
+
+    def _collect(self, fresh: list[Fresh], pending: Pending, create_graph: bool = False) -> None:
+        scaler = pending.scale.scaler
+        scaler.sources = [p for p, _, _ in fresh]
+        with torch.no_grad():
+            if create_graph:
+                self._collect_in_graph(fresh, pending.scale)
+            elif fresh:
+                self._collect_lists(fresh, pending.scale)
+        losses = pending.losses
+        scaler.update(None if not losses else losses[0] if len(losses) == 1 else torch.stack([x.sum() for x in losses]))
+
+    def _collect_lists(self, fresh: list[Fresh], scale: Scale) -> None:
+        params, grads, into = ([f[i] for f in fresh] for i in range(3))
+        kinds = {(g.device, g.layout, g.dtype.is_complex) for g in grads}
+        device, layout, is_complex = next(iter(kinds))
+        first_bad = scale.scaler.first_bad
+        if len(kinds) > 1 or layout is not torch.strided or is_complex or device != first_bad.device:
+            for i, entry in enumerate(fresh):
+                _collect_odd(entry, scale, i, self._widen, self.in_place)
+            return
+        out = kernels.backend(device).collect(
+            grads, into, scale.inv_scale, first_bad, widen=self._widen, in_place=self.in_place
+        )
+        for p, true in zip(params, out, strict=True):
+            p.grad = true
+
+    def _collect_in_graph(self, fresh: list[Fresh], scale: Scale) -> None:
+        for i, (p, new, old) in enumerate(fresh):
+            _collect_odd((p, new.detach(), None), scale._replace(inv_scale=None), i, False, False)
+            with torch.enable_grad():
+                true = new.float() if self._widen and new.dtype in (torch.float16, torch.bfloat16) else new
+                true = true if scale.inv_scale is None else true * scale.inv_scale
+                p.grad = true if old is None else old + true
+
+
+def _collect_odd(fresh: Fresh, scale: Scale, index: int, widen: bool, in_place: bool) -> None:
+    """Collects one gradient that does not fit into a list: sparse, complex, or on a device of its own."""
+    p, new, old = fresh
+    here = scale.scaler.first_bad
+    first_bad = here if new.device == here.device else torch.full_like(here, FIRST_BAD_NONE, device=new.device)
+    inv_scale = None if scale.inv_scale is None else scale.inv_scale.to(new.device)
+    sparse = new.coalesce() if new.is_sparse else None  # duplicates may overflow only in their sum
+    values = new if sparse is None else sparse.values()
+    plain = torch.view_as_real(values) if values.is_complex() else values
+    backend = kernels.backend(new.device)
+    (true,) = backend.collect(
+        [plain], [None], inv_scale, first_bad, offset=index, widen=widen, in_place=in_place and not values.is_complex()
+    )
+    true = torch.view_as_complex(true) if values.is_complex() else true
+    if sparse is not None:
+        true = torch.sparse_coo_tensor(sparse.indices(), true, sparse.shape, is_coalesced=True)
+    p.grad = true if old is None else old + true
+    if first_bad is not here:
+        here.copy_(torch.minimum(here, first_bad.to(here.device)))
+
+
+def dense_values(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the numbers of each gradient as a dense real tensor that shares its memory.
+
+    Args:
+        grads: Gradients of any layout; a sparse one is coalesced first, and then does not share.
+    """
+    values = [g.coalesce().values() if g.is_sparse else g for g in grads]
+    return [torch.view_as_real(v) if v.dtype.is_complex else v for v in values]

@@ -1,0 +1,180 @@
+"""Loss scalers: one per key, its state on the device, moved on once per backward pass (or delayed window)."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_amp import kernels
+from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE, ScaleState, initial_state
+from lightning_amp.opt_levels import AmpConfig
+
+Key = tuple[str, tuple[int, ...]]
+"""What a scaler belongs to: ``("loss", (id,))``, ``("optimizer", indices)``, ``("default", ())`` or ``("grad", ())``."""
+
+DEFAULT_KEY: Key = ("default", ())
+
+
+class Scale(NamedTuple):
+    """The scale one backward pass ran under.
+
+    Attributes:
+        scaler: Whose it is.
+        version: How often that scaler had been moved on.
+        scale: 0-dim float32, or None for a static scale of one: nothing is multiplied.
+        inv_scale: ``1 / scale``, likewise.
+    """
+
+    scaler: "LossScaler"
+    version: int
+    scale: Tensor | None
+    inv_scale: Tensor | None
+
+    def kept(self) -> "Scale":
+        """Returns the same with values of its own, which a later move of the scaler does not change."""
+        if self.scale is None or self.inv_scale is None:
+            return self
+        return self._replace(scale=self.scale.clone(), inv_scale=self.inv_scale.clone())
+
+
+class LossScaler:
+    """One loss scale and what it has been through.
+
+    Args:
+        key: What it belongs to.
+        config: Its settings.
+        device: Where its state lives.
+    """
+
+    def __init__(self, key: Key, config: AmpConfig, device: torch.device) -> None:
+        self.key = key
+        self.rule = config.rule
+        start = config.init_scale if config.loss_scale == "dynamic" else config.loss_scale
+        self._unscaled = config.loss_scale == 1.0
+        self.attempts = 0
+        self.version = 0
+        self._place(torch.tensor(initial_state(start, self.rule), dtype=torch.float32, device=device))
+
+    def _place(self, state: Tensor) -> None:
+        self.state = state
+        self.first_bad = torch.full((), FIRST_BAD_NONE, dtype=torch.int32, device=state.device)
+        # Views, so that a scale in hand is always the present one and costs no operation to get.
+        self._now: tuple[Tensor | None, Tensor | None] = (None, None) if self._unscaled else (state[0], state[1])
+        self._backend = kernels.backend(state.device)
+
+    @property
+    def name(self) -> str:
+        """The key as one word: ``loss_0``, ``optimizer_0_1``, ``default``."""
+        return "_".join([self.key[0], *map(str, self.key[1])])
+
+    def now(self) -> Scale:
+        """Returns the scale of a backward pass that starts now."""
+        return Scale(self, self.version, *self._now)
+
+    def update(self, loss: Tensor | None) -> None:
+        """Moves the state on by what `collect` found since the last call; no host synchronisation.
+
+        Args:
+            loss: The loss before scaling, any shape, or None where only the gradients count.
+        """
+        self._backend.update(self.state, self.first_bad, loss, self.rule)
+        self.attempts += 1
+        self.version += 1
+
+    def read(self) -> ScaleState:
+        """Returns the state as Python floats: one host synchronisation on a device other than the CPU."""
+        return ScaleState(*self.state.tolist())
+
+    def to(self, device: torch.device) -> None:
+        """Moves the state to ``device``."""
+        if self.state.device != device:
+            self._place(self.state.to(device))
+
+    def start_from(self, other: "LossScaler") -> None:
+        """Takes over where ``other`` stands now, but not what it has been through; no host synchronisation."""
+        here, there = ScaleState(*self.state.unbind()), ScaleState(*other.state.unbind())
+        for name in ("scale", "inv_scale", "clean", "hysteresis"):
+            getattr(here, name).copy_(getattr(there, name))
+        here.lowest.copy_(there.scale)
+        here.highest.copy_(there.scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns scale, counters and totals as plain numbers: one host synchronisation."""
+        return {**self.read()._asdict(), "attempts": self.attempts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave; a dynamic scale is brought inside this scaler's bounds.
+
+        Args:
+            state: Numbers by name; names that are missing keep their present value.
+        """
+        values = self.read()._asdict()
+        values |= {name: float(state[name]) for name in values.keys() & state.keys()}
+        if not self.rule.dynamic:
+            values["scale"] = self.read().scale
+        else:
+            values["scale"] = min(max(values["scale"], self.rule.min_scale), self.rule.max_scale)
+        values["inv_scale"] = 1.0 / values["scale"]
+        self.state.copy_(torch.tensor(list(values.values()), dtype=torch.float32))
+        self.attempts = int(state.get("attempts", self.attempts))
+        self.version += 1
+
+
+class LossScalers:
+    """The scalers of one training, by key, made when they are first asked for.
+
+    Args:
+        config: The settings they share.
+        device: Where their state lives.
+    """
+
+    def __init__(self, config: AmpConfig, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._scalers: dict[Key, LossScaler] = {}
+
+    def __iter__(self) -> Iterator[LossScaler]:
+        return iter(self._scalers.values())
+
+    def get(self, key: Key) -> LossScaler:
+        """Returns the scaler of ``key``; a new one starts where the scaler that covers it stands now.
+
+        Args:
+            key: See `Key`.
+        """
+        scaler = self._scalers.get(key)
+        if scaler is None:
+            scaler = LossScaler(key, self._config, self._device)
+            cover = self._cover(key)
+            if cover is not None:
+                scaler.start_from(cover)
+            self._scalers[key] = scaler
+        return scaler
+
+    def _cover(self, key: Key) -> LossScaler | None:
+        if key[0] != "optimizer":
+            return None
+        wanted = set(key[1])
+        wider = [s for s in self if s.key[0] == "optimizer" and wanted < set(s.key[1])]
+        return min(wider, key=lambda s: len(s.key[1]), default=self._scalers.get(DEFAULT_KEY))
+
+    def to(self, device: torch.device) -> None:
+        """Moves every state, and those made later, to ``device``."""
+        self._device = device
+        for scaler in self:
+            scaler.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns every scaler's state by name: one host synchronisation each."""
+        return {scaler.name: scaler.state_dict() for scaler in self}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave, making the scalers that are not there yet.
+
+        Args:
+            state: Scaler states by name.
+        """
+        for name, values in state.items():
+            kind, *indices = name.split("_")
+            self.get((kind, tuple(map(int, indices)))).load_state_dict(values)

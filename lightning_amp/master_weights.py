@@ -1,0 +1,181 @@
+"""FP32 originals and masters of half weights: kept from before the cast, lent to an optimizer for its step."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp import kernels
+from lightning_amp.kernels.reference import HALF_DTYPES
+
+
+def merged(half: Tensor, master: Tensor) -> Tensor:
+    """Returns the float32 value a half tensor stands for now: its master, except where the half value was edited.
+
+    Args:
+        half: A half tensor.
+        master: Its float32 master, of the same shape, on any device.
+
+    Returns:
+        A fresh float32 tensor on the device of ``half``; neither argument is changed.
+    """
+    master = master.detach().to(half.device)
+    half = half.detach()
+    return torch.where(half == master.to(half.dtype), master, half.to(master.dtype))
+
+
+class MasterWeights:
+    """The float32 side of every tensor that was converted to half.
+
+    A parameter's entry is its master under O2. At a level without masters, and for buffers and for parameters that no
+    optimizer owns, it is the original that `restore` gives back.
+
+    Args:
+        lend_to_optimizers: Whether optimizers step the masters (O2) or the half weights themselves (O3).
+    """
+
+    def __init__(self, lend_to_optimizers: bool) -> None:
+        self.lend_to_optimizers = lend_to_optimizers
+        self._masters: dict[Tensor, nn.Parameter] = {}
+        self._buffers: dict[tuple[nn.Module, str], Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._masters)
+
+    def convert(self, param: Tensor, dtype: torch.dtype) -> None:
+        """Makes a float32 parameter half, in place, and keeps the original. A second call does nothing.
+
+        Args:
+            param: The parameter; it stays the same object.
+            dtype: The half type.
+        """
+        if param not in self._masters:
+            self._add(param, param.detach().clone())
+            param.data = param.data.to(dtype)
+            self._take_fp32_gradients(param)
+
+    def _add(self, param: Tensor, value: Tensor) -> nn.Parameter:
+        master = nn.Parameter(value, requires_grad=param.requires_grad)
+        self._masters[param] = master
+        return master
+
+    def _take_fp32_gradients(self, param: Tensor) -> None:
+        if self.lend_to_optimizers:
+            param.grad_dtype = None  # autograd may leave half there, collecting makes it float32
+
+    def convert_buffer(self, module: nn.Module, name: str, dtype: torch.dtype) -> None:
+        """Makes a float32 buffer half, in place, and keeps the original. A second call does nothing.
+
+        Args:
+            module: The module that owns it.
+            name: Its name there.
+            dtype: The half type.
+        """
+        if (module, name) not in self._buffers:
+            buffer = module.get_buffer(name)
+            self._buffers[module, name] = buffer.detach().clone()
+            buffer.data = buffer.data.to(dtype)
+
+    def of(self, param: Tensor) -> nn.Parameter | None:
+        """Returns the master of ``param``, None if it has none."""
+        return self._masters.get(param)
+
+    def of_buffer(self, module: nn.Module, name: str) -> Tensor | None:
+        """Returns the float32 original of a buffer, None if it was not converted."""
+        return self._buffers.get((module, name))
+
+    def ensure(self, params: Iterable[Tensor]) -> None:
+        """Gives a master to each half parameter that has none (a module added during training).
+
+        Also brings masters to where their weights are.
+
+        Args:
+            params: Parameters of any dtype.
+        """
+        for param in params:
+            master = self._masters.get(param)
+            if master is None:
+                if param.dtype in HALF_DTYPES and self.lend_to_optimizers:
+                    self._add(param, param.detach().float())
+                    self._take_fp32_gradients(param)
+            elif master.device != param.device:
+                master.data = master.data.to(param.device)
+
+    def lend(self, optimizer: Any) -> "Loan":
+        """Puts the masters into the optimizer's ``param_groups`` and ``state`` until the loan is given back.
+
+        Args:
+            optimizer: Anything with ``param_groups`` and ``state``.
+        """
+        return Loan(self, optimizer)
+
+    def restore(self) -> None:
+        """Makes everything float32 again, in place: masters, with edits of half values taken over. Forgets them all."""
+        with torch.no_grad():
+            for param, master in self._masters.items():
+                if param.dtype in HALF_DTYPES:
+                    value = merged(param, master)
+                    grad = param.grad
+                    param.grad = None  # a gradient of the old dtype would make the next line raise
+                    param.data = value
+                    param.grad_dtype = torch.float32
+                    param.grad = None if grad is None else grad.to(torch.float32)
+            for (module, name), original in self._buffers.items():
+                buffer = module.get_buffer(name)
+                if buffer.dtype in HALF_DTYPES:
+                    buffer.data = merged(buffer, original)
+        self._masters.clear()
+        self._buffers.clear()
+
+
+class Loan:
+    """Masters in an optimizer's hands: entries change in place, the lists and dicts stay the same objects.
+
+    Args:
+        masters: Whose masters.
+        optimizer: Anything with ``param_groups`` and ``state``.
+    """
+
+    def __init__(self, masters: MasterWeights, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        masters.ensure(params)
+        self._pairs = [(p, m) for p in params if (m := masters.of(p)) is not None] if masters.lend_to_optimizers else []
+        self._each("adopt", self._pairs)
+        for param, master in self._pairs:
+            if param.grad is not None and param.grad.dtype is not master.dtype:
+                param.grad = param.grad.to(master.dtype)
+            master.grad = param.grad
+            master.requires_grad_(param.requires_grad)
+        self._exchange({param: master for param, master in self._pairs})
+
+    @staticmethod
+    @torch.no_grad()
+    def _each(operation: str, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
+        """Runs a kernel over the pairs, one call a device."""
+        by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for param, master in pairs:
+            halves, masters = by_device.setdefault(param.device, ([], []))
+            halves.append(param)
+            masters.append(master)
+        for device, (halves, masters) in by_device.items():
+            getattr(kernels.backend(device), operation)(halves, masters)
+
+    def _exchange(self, to: dict[Any, Any]) -> None:
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [to.get(p, p) for p in group["params"]]
+        state = self._optimizer.state
+        entries = {to.get(p, p): value for p, value in state.items()}
+        state.clear()
+        state.update(entries)
+
+    def give_back(self) -> None:
+        """Refreshes the half weights and puts the model's own parameters back. A second call does nothing."""
+        pairs, self._pairs = self._pairs, []
+        if not pairs:
+            return
+        self._exchange({master: param for param, master in pairs})
+        for param, master in pairs:
+            param.grad, master.grad = master.grad, None
+        self._each("refresh", pairs)  # copies in place, so that a stale graph raises as in float32

@@ -1,0 +1,160 @@
+"""One optimizer: its hooks, the loan of its masters, and a step that a non-finite gradient cannot pass."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_amp.kernels.reference import HALF_DTYPES, Reading
+from lightning_amp.master_weights import Loan, MasterWeights
+from lightning_amp.outcomes import Outcome, OutcomeRecord
+
+
+class Stepper:
+    """Steps one optimizer.
+
+    Args:
+        optimizer: Anything with ``param_groups``, ``state`` and ``step``.
+        masters: Where its half weights have their masters.
+        name: How messages call it.
+    """
+
+    def __init__(self, optimizer: Any, masters: MasterWeights, name: str) -> None:
+        self.optimizer = optimizer
+        self.record = OutcomeRecord()
+        self.name = name
+        self._masters = masters
+        self._loan: Loan | None = None
+        self._stepping = False
+        self._primed: list[int] = []
+        self._handles: list[Any] = []
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._attach(optimizer)
+        masters.ensure(p for group in optimizer.param_groups for p in group["params"])
+        self._widen_state()
+
+    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        after = optimizer.register_step_post_hook(lambda *_: self._give_back())
+        # Half weights are to be fresh before anybody else's post-hook looks at them. There is no public way to
+        # register a hook in front of those that are already there.
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+        self._handles += [
+            after,
+            optimizer.register_step_pre_hook(self._refuse_stray_step),
+            optimizer.register_load_state_dict_pre_hook(self._keep_loaded),
+            optimizer.register_load_state_dict_post_hook(self._put_loaded_fp32),
+        ]
+
+    def _refuse_stray_step(self, *_: Any) -> None:
+        if not self._stepping:
+            raise RuntimeError(
+                f"step() of {self.name} was called directly: mixed precision would neither check its gradients nor move "
+                "the float32 weights. Call step() on what self.optimizers() returns, or let the engine step it."
+            )
+
+    def _widen_state(self) -> None:
+        """Makes floating state float32 that the optimizer already holds for half parameters."""
+        if not self._masters.lend_to_optimizers:
+            return
+        for param, state in self.optimizer.state.items():
+            if isinstance(param, Tensor) and param.dtype in HALF_DTYPES and isinstance(state, dict):
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
+                        state[name] = value.float()
+
+    # torch casts loaded state to the dtype of its parameter, which is half here: eight of sixty-five second moments
+    # became zero when it was tried. The values in the file are put back as they are.
+
+    def _keep_loaded(self, _: Any, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    def _put_loaded_fp32(self, optimizer: Any) -> None:
+        loaded = self.__dict__.pop("_loaded")
+        if not self._masters.lend_to_optimizers:
+            return
+        ids = [i for group in loaded["param_groups"] for i in group["params"]]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for i, param in zip(ids, params, strict=True):
+            if param.dtype not in HALF_DTYPES or i not in loaded["state"]:
+                continue
+            for name, value in loaded["state"][i].items():
+                mine = optimizer.state[param].get(name)
+                if isinstance(value, Tensor) and isinstance(mine, Tensor) and mine.dtype in HALF_DTYPES:
+                    optimizer.state[param][name] = value.detach().to(mine.device, torch.float32, copy=True)
+
+    def _give_back(self) -> None:
+        if self._loan is not None:
+            self._loan.give_back()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Has the optimizer hold the masters inside the block; the half weights are refreshed on leaving."""
+        if self._loan is not None:
+            yield
+            return
+        self._loan = self._masters.lend(self.optimizer)
+        try:
+            yield
+        finally:
+            loan, self._loan = self._loan, None
+            loan.give_back()
+
+    def step(self, reading: Reading, params: list[Tensor], **kwargs: Any) -> Any:
+        """Steps unless a gradient is non-finite.
+
+        torch's fused optimizers decide that on the device. Any other, and a fused one where a parameter has no state
+        yet (a first step skipped on the device would leave momentum uninitialised), costs one host synchronisation.
+
+        Args:
+            reading: Of the gradients this step will use.
+            params: The parameters that have a gradient.
+            **kwargs: For the optimizer's ``step``.
+
+        Returns:
+            What the optimizer's ``step`` returned, None if it was not called.
+        """
+        if not self._decides_on_device(params):
+            if reading.found_inf.item():
+                self.record.add(Outcome.SKIPPED)
+                return None
+            result = self._call(kwargs)
+            self.record.add(Outcome.STEPPED)
+            return result
+        # The protocol between torch's GradScaler and its fused optimizers: these two attributes, there for one step.
+        self.optimizer.grad_scale, self.optimizer.found_inf = None, reading.found_inf
+        try:
+            result = self._call(kwargs)
+        finally:
+            del self.optimizer.grad_scale, self.optimizer.found_inf
+        self.record.defer(reading.found_inf)
+        return result
+
+    def _call(self, kwargs: dict[str, Any]) -> Any:
+        self._stepping = True
+        try:
+            with self.lent():
+                return self.optimizer.step(**kwargs)
+        finally:
+            self._stepping = False
+
+    def _decides_on_device(self, params: list[Tensor]) -> bool:
+        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):  # set by torch's fused=True family
+            return False
+        ids = list(map(id, params))
+        if ids != self._primed:
+            if not all(self.optimizer.state.get(p) for p in params):
+                return False
+            self._primed = ids
+        return True
+
+    def idle(self) -> None:
+        """Records a ``step()`` for which no parameter had a gradient."""
+        self.record.add(Outcome.IDLE)
+
+    def close(self) -> None:
+        """Removes every hook from the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
