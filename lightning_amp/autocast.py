@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class no_autocast:  # noqa: N801 - reads as the context manager it is
+class no_autocast:
     """Turns autocast off inside the block, on every device type in use.
 
     In Lightning's manual optimization the whole of ``training_step`` is one autocast region, backward passes and

@@ -80,8 +80,8 @@ class Engine:
             for name, param in module.named_parameters():
                 if getattr(param, "_post_accumulate_grad_hooks", None):  # there is no public way to ask
                     raise ValueError(
-                        f"Parameter {name!r} has a post-accumulate-grad hook, which would see its gradient multiplied by "
-                        "the loss scale. Remove the hook and step after the backward pass, or set loss_scale=1."
+                        f"Parameter {name!r} has a post-accumulate-grad hook, which would see its gradient multiplied "
+                        "by the loss scale. Remove the hook and step after the backward pass, or set loss_scale=1."
                     )
 
     # Which optimizer, which scaler
@@ -100,8 +100,8 @@ class Engine:
             if mine is raw:
                 return i
         raise ValueError(
-            f"{type(raw).__name__} is not one of the {len(self.optimizers)} optimizers of this training. Use those that "
-            "configure_optimizers returned (self.optimizers() in a LightningModule)."
+            f"{type(raw).__name__} is not one of the {len(self.optimizers)} optimizers of this training. Use those "
+            "that configure_optimizers returned (self.optimizers() in a LightningModule)."
         )
 
     def scaler_for(self, loss: Tensor, loss_id: int | None, optimizers: Any, lists: list[list[Tensor]]) -> LossScaler:
@@ -206,9 +206,7 @@ class Engine:
         mine = {name: kwargs.pop(name) for name in ("loss_id", "optimizers", "delay_unscale", "hold") if name in kwargs}
         inputs = kwargs.get("inputs") or ()
         inputs = [inputs] if isinstance(inputs, Tensor) else inputs
-        with self.scaled_loss(
-            loss, create_graph=bool(kwargs.get("create_graph")), inputs=inputs, **mine
-        ) as scaled:
+        with self.scaled_loss(loss, create_graph=bool(kwargs.get("create_graph")), inputs=inputs, **mine) as scaled:
             run(scaled, **kwargs)
 
     def unscale(self, optimizer: Any = None) -> None:

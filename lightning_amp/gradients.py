@@ -157,7 +157,9 @@ class Gradients:
             loss: The loss before scaling, any shape, or None where it is not to be looked at.
             create_graph: Whether the gradients are part of a graph and may not be changed in place.
         """
-        pending = self._pending.pop() if self._pending else Pending(window.scale.kept() if window.delay else window.scale)
+        pending = (
+            self._pending.pop() if self._pending else Pending(window.scale.kept() if window.delay else window.scale)
+        )
         if loss is not None:
             pending.losses.append(loss.detach())
         if window.delay:
@@ -231,7 +233,7 @@ class Gradients:
         scaler.update(None if not losses else losses[0] if len(losses) == 1 else torch.stack([x.sum() for x in losses]))
 
     def _collect_lists(self, fresh: list[Fresh], scale: Scale) -> None:
-        params, grads, into = ([f[i] for f in fresh] for i in range(3))
+        params, grads, into = [p for p, _, _ in fresh], [g for _, g, _ in fresh], [old for _, _, old in fresh]
         kinds = {(g.device, g.layout, g.dtype.is_complex) for g in grads}
         device, layout, is_complex = next(iter(kinds))
         first_bad = scale.scaler.first_bad

@@ -11,7 +11,7 @@ from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE, ScaleState, initial
 from lightning_amp.opt_levels import AmpConfig
 
 Key = tuple[str, tuple[int, ...]]
-"""What a scaler belongs to: ``("loss", (id,))``, ``("optimizer", indices)``, ``("default", ())`` or ``("grad", ())``."""
+"""What a scaler belongs to: ``("loss", (id,))``, ``("optimizer", indices)``, ``("default", ())``, ``("grad", ())``."""
 
 DEFAULT_KEY: Key = ("default", ())
 
@@ -53,6 +53,8 @@ class LossScaler:
         start = config.init_scale if config.loss_scale == "dynamic" else config.loss_scale
         self._unscaled = config.loss_scale == 1.0
         self.attempts = 0
+        self.sources: list[Tensor] = []
+        """The parameters whose gradients were collected last: what ``last_bad`` counts in."""
         self.version = 0
         self._place(torch.tensor(initial_state(start, self.rule), dtype=torch.float32, device=device))
 

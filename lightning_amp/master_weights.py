@@ -148,7 +148,7 @@ class Loan:
                 param.grad = param.grad.to(master.dtype)
             master.grad = param.grad
             master.requires_grad_(param.requires_grad)
-        self._exchange({param: master for param, master in self._pairs})
+        self._exchange(dict(self._pairs))
 
     @staticmethod
     @torch.no_grad()

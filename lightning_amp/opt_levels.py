@@ -59,19 +59,29 @@ class AmpConfig:
         """Whether there is nothing to do: float32 weights, float32 compute, a scale of one (plain O0)."""
         return self.opt_level == "O0" and self.loss_scale == 1.0
 
-    def describe(self, overrides: dict[str, Any]) -> str:
-        """Returns the lines said at start: the level, what it sets, and what the caller replaced.
+    def describe(self) -> str:
+        """Returns the lines said at start: the level, what it sets by itself, and what was replaced."""
+        standard = resolve(self.opt_level, dtype=self.dtype)
+        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("opt_level", "rule")}
+        shown |= vars(self.rule) if self.loss_scale == "dynamic" else {}
+        usual = {name: getattr(standard, name, getattr(standard.rule, name, None)) for name in shown}
+        kept = ", ".join(f"{name}={_word(shown[name])}" for name in _recipe(self.opt_level, self.dtype))
+        replaced = ", ".join(f"{name}={_word(v)}" for name, v in shown.items() if v != usual[name])
+        scale = "".join(
+            f", {name} {shown[name]:g}" for name in ("init_scale", "growth_interval", "min_scale", "max_scale")
+        )
+        return (
+            f"opt level {self.opt_level}, dtype {_word(self.dtype)}\n  {kept}\n  replaced: {replaced or 'nothing'}"
+            + (
+                f"\n  loss scale: dynamic{scale}"
+                if self.loss_scale == "dynamic"
+                else f"\n  loss scale: {self.loss_scale:g}"
+            )
+        )
 
-        Args:
-            overrides: The settings that were given, by name.
-        """
-        shown = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("opt_level", "rule", "init_scale")
-        }
-        if self.loss_scale == "dynamic":
-            shown |= {"init_scale": self.init_scale} | vars(self.rule)
-        lines = [f"{name}={value!r}" + ("  (given)" if name in overrides else "") for name, value in shown.items()]
-        return f"opt level {self.opt_level}\n" + "\n".join(f"  {line}" for line in lines)
+
+def _word(value: Any) -> str:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
 
 
 def _recipe(level: str, half: torch.dtype) -> dict[str, Any]:
@@ -215,7 +225,8 @@ def _scale(value: Any) -> float | str | None:
         return _number("loss_scale", float(value), strict=True)
     except (TypeError, ValueError):
         raise AmpConfigError(
-            f"loss_scale={value!r} cannot be used. Use 'dynamic', a positive finite number, or None (what the level sets)."
+            f"loss_scale={value!r} cannot be used. Use 'dynamic', a positive finite number, or None (what the level "
+            "sets)."
         ) from None
 
 
@@ -240,8 +251,8 @@ def _keep(keep: Any) -> tuple[KeepFp32, ...]:
     for entry in entries:
         if not (isinstance(entry, str) or callable(entry)):
             raise AmpConfigError(
-                f"keep_fp32 holds {entry!r}. Use module types, their names ('LayerNorm'), name patterns ('decoder.*') or "
-                "predicates (module, name) -> bool."
+                f"keep_fp32 holds {entry!r}. Use module types, their names ('LayerNorm'), name patterns ('decoder.*') "
+                "or predicates (module, name) -> bool."
             )
     return entries
 
@@ -259,8 +270,8 @@ def _check_against_level(level: str, given: dict[str, Any]) -> None:
         for name, cure in (("cast_model_type", "'O2' or 'O3'"), ("patch_torch_functions", "'O1'")):
             if given.get(name) and given[name] is not torch.float32:
                 raise AmpConfigError(
-                    f"{name}={given[name]!r} contradicts opt_level='O0', which is float32 throughout. Remove {name}, or "
-                    f"use opt_level={cure}."
+                    f"{name}={given[name]!r} contradicts opt_level='O0', which is float32 throughout. Remove {name}, "
+                    f"or use opt_level={cure}."
                 )
 
 
@@ -280,8 +291,8 @@ def _check_whole(config: AmpConfig) -> None:
     rule = config.rule
     if rule.min_scale > rule.max_scale:
         raise AmpConfigError(
-            f"min_loss_scale={rule.min_scale:g} is above max_loss_scale={rule.max_scale:g}. Lower the first or raise the "
-            "second."
+            f"min_loss_scale={rule.min_scale:g} is above max_loss_scale={rule.max_scale:g}. Lower the first or raise "
+            "the second."
         )
     if rule.dynamic and not rule.min_scale <= config.init_scale <= rule.max_scale:
         raise AmpConfigError(

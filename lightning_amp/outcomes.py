@@ -47,7 +47,7 @@ class OutcomeRecord:
         if found_inf.is_cuda:
             self._deferred = torch.empty((), dtype=found_inf.dtype, pin_memory=True)
             self._deferred.copy_(found_inf, non_blocking=True)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
         else:
             self._deferred = found_inf

@@ -50,8 +50,8 @@ class Stepper:
     def _refuse_stray_step(self, *_: Any) -> None:
         if not self._stepping:
             raise RuntimeError(
-                f"step() of {self.name} was called directly: mixed precision would neither check its gradients nor move "
-                "the float32 weights. Call step() on what self.optimizers() returns, or let the engine step it."
+                f"step() of {self.name} was called directly: mixed precision would neither check its gradients nor "
+                "move the float32 weights. Call step() on what self.optimizers() returns, or let the engine step it."
             )
 
     def _widen_state(self) -> None:

@@ -1,0 +1,271 @@
+"""Module conversion: which parameters become half, and the hooks that cast what goes in and what comes out.
+
+Hooks are module-level functions with at most a dtype bound to them, so that a module can be copied and pickled at any
+time; none counts calls, because activation checkpointing runs inner modules a second time.
+"""
+
+import re
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from lightning_amp.master_weights import MasterWeights, merged
+from lightning_amp.opt_levels import AmpConfig, KeepFp32
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Casts every floating tensor in a tree of tuples, lists and dicts; everything else is returned as it is.
+
+    Args:
+        value: A tensor, a container, or anything else.
+        dtype: The dtype to cast to.
+
+    Returns:
+        The same tree with the same types; the very same object where there was nothing to cast.
+
+    Example:
+        >>> cast({"x": torch.ones(1), "label": torch.ones(1, dtype=torch.int64)}, torch.float16)["x"].dtype
+        torch.float16
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        items = [cast(item, dtype) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        cast_items = {key: cast(item, dtype) for key, item in value.items()}
+        if all(cast_items[key] is item for key, item in value.items()):
+            return value
+        copy = value.copy()
+        copy.update(cast_items)
+        return copy
+    return value
+
+
+def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype is dtype:
+        return None
+    return cast(args, dtype), cast(kwargs, dtype)
+
+
+def _cast_outputs(module: nn.Module, args: Any, output: Any, *, dtype: torch.dtype) -> Any:
+    return cast(output, dtype)
+
+
+class _Own(NamedTuple):
+    """The tensors that set a module's dtype: its own, and those below its parametrizations."""
+
+    params: list[Tensor]
+    buffers: list[tuple[nn.Module, str]]
+
+
+def _own_tensors(module: nn.Module) -> _Own:
+    parametrizations = getattr(module, "parametrizations", None)
+    below = list(parametrizations.modules()) if isinstance(parametrizations, nn.ModuleDict) else []
+    owners = [module, *below]
+    return _Own(
+        [p for owner in owners for p in owner.parameters(recurse=False) if p.is_floating_point()],
+        [(o, n) for o in owners for n, b in o.named_buffers(recurse=False) if b.dtype is torch.float32],
+    )
+
+
+def _matches(entry: KeepFp32, module: nn.Module, name: str) -> bool:
+    if isinstance(entry, str):
+        return type(module).__name__ == entry or fnmatchcase(name, entry)
+    if isinstance(entry, type):
+        return isinstance(module, entry)
+    return bool(entry(module, name))
+
+
+def models_below(module: nn.Module) -> list[nn.Module]:
+    """Returns the direct children of ``module``, with ModuleList and ModuleDict looked through.
+
+    Args:
+        module: A LightningModule, say.
+    """
+    models: list[nn.Module] = []
+    for child in module.children():
+        models += models_below(child) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else [child]
+    return list(dict.fromkeys(models))
+
+
+def _refuse_unconvertible(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"Module {name!r} is scripted: its weights cannot be converted. Script it after training.")
+    for name, param in root.named_parameters():
+        if is_lazy(param):
+            raise ValueError(
+                f"Parameter {name!r} is lazy: it has no values to convert yet. Run the module once on an example batch "
+                "before training, or use opt_level='O1'."
+            )
+        if hasattr(param, "device_mesh"):
+            raise ValueError(
+                f"Parameter {name!r} is a DTensor: sharded weights cannot be converted. Use opt_level='O1'."
+            )
+
+
+class Conversion:
+    """Modules whose weights are half for the time being.
+
+    Args:
+        config: The level and its settings.
+        masters: Where the float32 originals go.
+    """
+
+    def __init__(self, config: AmpConfig, masters: MasterWeights) -> None:
+        assert config.cast_model_type is not None
+        self._config = config
+        self._half = config.cast_model_type
+        self._masters = masters
+        self._handles: list[Any] = []
+        self.kept: list[str] = []
+        """Names of the parameters that stayed float32, BatchNorm's aside."""
+
+    def convert(self, root: nn.Module, *, root_is_model: bool) -> None:
+        """Converts what is below ``root``, in place.
+
+        Args:
+            root: The module to start from.
+            root_is_model: Whether ``root`` itself is a model to cast around. Else its direct children are, and the
+                parameters that it owns itself stay float32, as in a LightningModule.
+
+        Raises:
+            ValueError: A parameter is lazy or distributed, or a module is scripted.
+        """
+        _refuse_unconvertible(root)
+        units = [(name, m, _own_tensors(m)) for name, m in root.named_modules() if "parametrizations" not in name]
+        spared = None if root_is_model else root
+        fp32 = self._fp32_ids(root, units, spared)
+        for name, module, own in units:
+            halves = [p for p in own.params if id(p) not in fp32 and p.dtype in (torch.float32, self._half)]
+            for param in halves:
+                if param.dtype is torch.float32:
+                    self._masters.convert(param, self._half)
+            for owner, buffer in own.buffers if halves else ():
+                self._masters.convert_buffer(owner, buffer, self._half)
+            if halves:
+                self._cast_into(module, self._half)
+            elif own.params and not isinstance(module, _BatchNorm):
+                self.kept += [f"{name}.{n}".lstrip(".") for n, _ in module.named_parameters(recurse=False)]
+                if module is not spared:
+                    self._cast_into(module, torch.float32)
+        for model in [root] if root_is_model else models_below(root):
+            if any(p.dtype is self._half for p in model.parameters()):
+                self._cast_around(model)
+        self._keep_state_dicts_fp32(root)
+
+    def _fp32_ids(
+        self, root: nn.Module, units: list[tuple[str, nn.Module, _Own]], spared: nn.Module | None
+    ) -> set[int]:
+        """Returns the ids of the parameters that stay float32."""
+        kept = {m for name, module in root.named_modules() if self._is_kept(module, name) for m in module.modules()}
+        fp32 = {id(p) for _, m, own in units if m in kept or m is spared for p in own.params}
+        while True:  # a module has one dtype, also where it shares a parameter with a module that is kept float32
+            grown = {id(p) for _, _, own in units if any(id(p) in fp32 for p in own.params) for p in own.params}
+            if grown <= fp32:
+                return fp32
+            fp32 |= grown
+
+    def _is_kept(self, module: nn.Module, name: str) -> bool:
+        if self._config.keep_batchnorm_fp32 and isinstance(module, _BatchNorm):
+            return True
+        return any(_matches(entry, module, name) for entry in self._config.keep_fp32)
+
+    def _cast_into(self, module: nn.Module, dtype: torch.dtype) -> None:
+        hook = partial(_cast_inputs, dtype=dtype)
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _cast_around(self, model: nn.Module) -> None:
+        self._cast_into(model, self._half)
+        if self._config.cast_model_outputs is not None:
+            hook = partial(_cast_outputs, dtype=self._config.cast_model_outputs)
+            self._handles.append(model.register_forward_hook(hook))
+
+    def _keep_state_dicts_fp32(self, root: nn.Module) -> None:
+        for module in root.modules():
+            if any(t.dtype is self._half for t in (*module.parameters(False), *module.buffers(False))):
+                self._handles += [
+                    module.register_state_dict_post_hook(SaveFp32(self._masters)),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(LoadFp32(self._masters)),  # type: ignore[no-untyped-call]
+                ]
+
+    def undo(self) -> None:
+        """Makes everything float32 again and removes every hook. A second call does nothing."""
+        self._masters.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _StateDictHook:
+    """A hook that a copy of its module does not carry on: copies and pickles of it do nothing.
+
+    Args:
+        masters: Where the float32 values are; held weakly.
+    """
+
+    def __init__(self, masters: MasterWeights | None = None) -> None:
+        self._masters = (lambda: None) if masters is None else weakref.ref(masters)
+
+    def __reduce__(self) -> tuple[type["_StateDictHook"], tuple[()]]:
+        return type(self), ()
+
+    def _pairs(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yields the key, the half tensor and its float32 side, for each of the module's own tensors that has one."""
+        masters = self._masters()
+        if masters is None:
+            return
+        for name, param in module.named_parameters(recurse=False):
+            master = masters.of(param)
+            if master is not None:
+                yield prefix + name, param, master
+        for name, buffer in module.named_buffers(recurse=False):
+            original = masters.of_buffer(module, name)
+            if original is not None:
+                yield prefix + name, buffer, original
+
+
+class SaveFp32(_StateDictHook):
+    """Puts float32 values into a state dict in place of half ones; they are fresh tensors."""
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        for key, half, master in self._pairs(module, prefix):
+            if key in state_dict and not state_dict[key].requires_grad:  # with keep_vars the caller wants the parameter
+                state_dict[key] = merged(half, master)
+
+
+class LoadFp32(_StateDictHook):
+    """Fills the float32 side from a state dict that is being loaded; the half side follows by the usual copy."""
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key, _half, master in self._pairs(module, prefix):
+            value = state_dict.get(key)
+            if isinstance(value, Tensor) and value.shape == master.shape:
+                with torch.no_grad():
+                    master.copy_(value)
+
+
+@contextmanager
+def explained_dtype_errors() -> Iterator[None]:
+    """Adds the remedy to torch's error where a half weight met a float32 tensor."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not re.search(r"same dtype|type.*(Half|BFloat16|half|bfloat16)|(Half|BFloat16).*type", str(error)):
+            raise
+        raise RuntimeError(
+            f"{error}\nA half weight met a tensor of another dtype. Weights are half at this opt level, and inputs are "
+            "cast where a module is called: call the module instead of using its weight in a function, name the module in "
+            "keep_fp32, or set patch_torch_functions=True, which adds autocast."
+        ) from error
