@@ -266,6 +266,6 @@ def explained_dtype_errors() -> Iterator[None]:
             raise
         raise RuntimeError(
             f"{error}\nA half weight met a tensor of another dtype. Weights are half at this opt level, and inputs are "
-            "cast where a module is called: call the module instead of using its weight in a function, name the module in "
+            "cast where a module is called: call the module instead of using its weight in a function, name it in "
             "keep_fp32, or set patch_torch_functions=True, which adds autocast."
         ) from error

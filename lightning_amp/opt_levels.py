@@ -62,21 +62,21 @@ class AmpConfig:
     def describe(self) -> str:
         """Returns the lines said at start: the level, what it sets by itself, and what was replaced."""
         standard = resolve(self.opt_level, dtype=self.dtype)
-        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("opt_level", "rule")}
-        shown |= vars(self.rule) if self.loss_scale == "dynamic" else {}
-        usual = {name: getattr(standard, name, getattr(standard.rule, name, None)) for name in shown}
-        kept = ", ".join(f"{name}={_word(shown[name])}" for name in _recipe(self.opt_level, self.dtype))
-        replaced = ", ".join(f"{name}={_word(v)}" for name, v in shown.items() if v != usual[name])
-        scale = "".join(
-            f", {name} {shown[name]:g}" for name in ("init_scale", "growth_interval", "min_scale", "max_scale")
-        )
+        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("opt_level", "dtype", "rule")}
+        usual = {name: getattr(standard, name) for name in shown} | vars(standard.rule)
+        shown |= vars(self.rule)
+        level = ", ".join(f"{name}={_word(usual[name])}" for name in _recipe(self.opt_level, self.dtype))
+        replaced = [f"{name}={_word(value)}" for name, value in shown.items() if value != usual[name]]
+        scale = f"static {self.loss_scale}"
+        if self.loss_scale == "dynamic":
+            scale = (
+                f"dynamic, from {self.init_scale:g}, doubling"
+                if self.rule.growth_factor == 2.0
+                else f"dynamic, from {self.init_scale:g}, times {self.rule.growth_factor:g}"
+            ) + f" every {self.rule.growth_interval} clean passes, {self.rule.min_scale:g} to {self.rule.max_scale:g}"
         return (
-            f"opt level {self.opt_level}, dtype {_word(self.dtype)}\n  {kept}\n  replaced: {replaced or 'nothing'}"
-            + (
-                f"\n  loss scale: dynamic{scale}"
-                if self.loss_scale == "dynamic"
-                else f"\n  loss scale: {self.loss_scale:g}"
-            )
+            f"opt level {self.opt_level}, half type {_word(self.dtype)}\n  level: {level}\n"
+            f"  replaced: {', '.join(replaced) or 'nothing'}\n  loss scale: {scale}"
         )
 
 

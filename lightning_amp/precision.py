@@ -124,7 +124,7 @@ class AmpPrecision(Precision):
             if param.dtype in HALF_DTYPES:
                 raise MisconfigurationException(
                     f"Parameter {name!r} is {param.dtype} already, and opt_level={self.config.opt_level!r} trains "
-                    "float32 weights. Convert it with .float(), or use opt_level='O2' or 'O3', which handle half weights."
+                    "float32 weights. Convert it with .float(), or use opt_level='O2' or 'O3', which train half weights."
                 )
 
     @override
