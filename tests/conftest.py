@@ -1,0 +1,27 @@
+"""What holds for every test: nothing that a training switches on stays on."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    yield
+    leaks = {
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "no_grad": not torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype() is not torch.float32,
+    }
+    for device in ("cpu", "cuda"):
+        torch.set_autocast_enabled(device, False)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.clear_autocast_cache()
+    assert not any(leaks.values()), f"left switched on: {[name for name, on in leaks.items() if on]}"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
