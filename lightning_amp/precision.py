@@ -23,7 +23,8 @@ from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import resolve
 from lightning_amp.outcomes import Outcome
 
-_SUPPORTED_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+_SUPPORTED_STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
+_UNSUPPORTED_STRATEGIES = {"DeepSpeedStrategy", "ModelParallelStrategy"}  # the first derives from DDPStrategy
 _NAMES = {torch.float16: "16", torch.bfloat16: "bf16"}
 
 
@@ -131,14 +132,14 @@ class AmpPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        if self.config.passive:
-            self._say(model, None)
-            return model, optimizers, lr_schedulers
         inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
         strategy: Any = inner.trainer.strategy
         self._refuse_strategy(strategy)
-        self._refuse_lbfgs(optimizers)
         device = strategy.root_device
+        if self.config.passive:
+            self._say(device)
+            return model, optimizers, lr_schedulers
+        self._refuse_lbfgs(optimizers)
         self._device_type = device.type
         self._cache = bool(self.config.cache_casts) and cache_is_sound(device.type)
         if self._engine is not None:
@@ -160,11 +161,12 @@ class AmpPrecision(Precision):
         if optimizers and self._loaded:
             self._engine.load_state_dict(self._loaded)
             self._loaded = {}
-        self._say(inner, device)
+        self._say(device)
         return model, optimizers, lr_schedulers
 
     def _refuse_strategy(self, strategy: Any) -> None:
-        if not any(c.__name__ in _SUPPORTED_STRATEGIES for c in type(strategy).__mro__):
+        names = {c.__name__ for c in type(strategy).__mro__}
+        if names & _UNSUPPORTED_STRATEGIES or not names & _SUPPORTED_STRATEGIES:
             raise MisconfigurationException(
                 f"{type(strategy).__name__} cannot be used with AmpPrecision, which would not see its gradients as "
                 "they are. Use a single device, 'ddp', 'ddp_spawn' or 'ddp_fork', or that strategy's own precision."
@@ -177,11 +179,11 @@ class AmpPrecision(Precision):
                 "step, where a scale cannot be taken out. Use opt_level='O0', or another optimizer."
             )
 
-    def _say(self, model: nn.Module, device: torch.device | None) -> None:
+    def _say(self, device: torch.device) -> None:
         if self._said:
             return
         self._said = True
-        where = "" if device is None else f"\n  device={device}, num_losses={self._num_losses}"
+        where = f"\n  device={device}, num_losses={self._num_losses}"
         kept = self._conversion.kept if self._conversion is not None else []
         stays = f"\n  stays float32: {', '.join(kept)}" if kept else ""
         rank_zero_info(f"AmpPrecision: {self.config.describe()}{where}{stays}")
