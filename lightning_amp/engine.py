@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp import kernels
+from lightning_amp.alarm import Alarm
 from lightning_amp.autocast import no_autocast
 from lightning_amp.gradients import Gradients, dense_values
 from lightning_amp.graph import reached_leaves
-from lightning_amp.kernels.reference import Reading
-from lightning_amp.loss_scaler import DEFAULT_KEY, Key, LossScaler, LossScalers
+from lightning_amp.kernels.reference import HALF_DTYPES, Reading
+from lightning_amp.loss_scaler import DEFAULT_KEY, GRAD_KEY, Key, LossScaler, LossScalers
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
-from lightning_amp.outcomes import Outcome
+from lightning_amp.outcomes import LossAccount, Outcome, OutcomeRecord
 from lightning_amp.stepper import Stepper
 
 
@@ -32,6 +33,9 @@ class Engine:
         device: Where the scalers' states live.
         distributed: Whether several processes train together: the scaler is then chosen and moved on only by what is
             the same on each of them.
+        skip_together: Groups of optimizers, by index: none of a group steps while one of them holds a non-finite
+            gradient.
+        max_consecutive_skips: Skips in a row of one optimizer that raise `TrainingDivergedError`, None for no limit.
 
     Example:
         >>> from lightning_amp.opt_levels import resolve
@@ -55,6 +59,8 @@ class Engine:
         num_losses: int = 1,
         device: torch.device | str = "cpu",
         distributed: bool = False,
+        skip_together: Sequence[Sequence[int]] = (),
+        max_consecutive_skips: int | None = 100,
     ) -> None:
         device = torch.device(device)
         self.config = config
@@ -71,7 +77,27 @@ class Engine:
             lambda: [p for module in modules for p in module.parameters()],
             widen=config.master_weights or config.cast_model_type is None,
         )
+        self._modules = modules
+        self._partners = self._group(skip_together)
+        self._alarm = Alarm(max_consecutive_skips, self.scalers, self.name_of)
         self._refuse_optimizer_in_backward(modules)
+
+    def _group(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        count = len(self.optimizers)
+        for i in (i for group in groups for i in group):
+            if not 0 <= i < count:
+                raise ValueError(
+                    f"skip_together names optimizer {i}; there are {count}, so 0 to {count - 1} are allowed."
+                )
+        return [sorted({j for group in groups if i in group for j in group} - {i}) for i in range(count)]
+
+    def name_of(self, param: Tensor) -> str:
+        """Returns a parameter's name in its model, or its shape where it is in none."""
+        for module in self._modules:
+            for name, candidate in module.named_parameters():
+                if candidate is param:
+                    return name
+        return f"a parameter of shape {list(param.shape)}"
 
     def _refuse_optimizer_in_backward(self, modules: Sequence[nn.Module]) -> None:
         if self.config.loss_scale == 1.0:
@@ -183,7 +209,7 @@ class Engine:
         with no_autocast(self._device.type):
             window = self.gradients.begin(params + extra if extra else params, scaler.now(), delay=delay, hold=hold)
             try:
-                wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+                wide = _wide(loss)
                 yield wide if window.scale.scale is None else wide * window.scale.scale
             except BaseException:
                 self.gradients.put_back(window)
@@ -285,14 +311,80 @@ class Engine:
         params, grads = self._ready(index)
         if not grads:
             stepper.idle()
+            self._alarm.hear(stepper.name, stepper.record, self.gradients.lists()[index])
             return None
         try:
             with no_autocast(self._device.type):
                 with torch.no_grad():
-                    reading, _ = self._read(grads)
-                return stepper.step(reading, params, **kwargs)
+                    reading = self._read_with_partners(index, grads)
+                result = stepper.step(reading, params, **kwargs)
         finally:
             torch.clear_autocast_cache()  # a cast made before the step is stale after it
+        self._alarm.hear(stepper.name, stepper.record, params)
+        return result
+
+    def _read_with_partners(self, index: int, grads: list[Tensor]) -> Reading:
+        reading, _ = self._read(grads)
+        for other in self._partners[index]:
+            _, theirs = self._ready(other)
+            if theirs:
+                found = self._read(theirs)[0].found_inf.to(reading.found_inf.device)
+                reading = reading._replace(found_inf=torch.maximum(reading.found_inf, found))
+        return reading
+
+    # Gradients of one's own
+
+    def grad(
+        self,
+        outputs: Tensor | Sequence[Tensor],
+        inputs: Tensor | Sequence[Tensor],
+        grad_outputs: Any = None,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        allow_unused: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """`torch.autograd.grad` under a loss scale of its own: half intermediates neither underflow nor show it.
+
+        For gradient penalties (WGAN-GP, R1, path length) and adaptive loss weights. An overflow comes back as it is,
+        so that the loss made of it is non-finite and its step is skipped, and lowers this scale for the next call. No
+        host synchronisation.
+
+        Args:
+            outputs: What to differentiate, any shape, any floating dtype.
+            inputs: With respect to what; a half parameter or activation is fine.
+            grad_outputs: As in `torch.autograd.grad`, before scaling.
+            retain_graph: Likewise.
+            create_graph: Likewise: the result can be differentiated again.
+            allow_unused: Likewise.
+
+        Returns:
+            The true gradients: float32 for half inputs, else in the dtype of the input; None where unused.
+        """
+        scaler = self.scalers.get(GRAD_KEY)
+        scale = scaler.now()
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        with no_autocast(self._device.type):
+            scaled = [o if scale.scale is None else _wide(o) * scale.scale for o in outputs]
+            found = torch.autograd.grad(
+                scaled,
+                inputs,
+                grad_outputs,
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                allow_unused=allow_unused,
+            )
+            present = [g.detach() for g in found if g is not None]
+            if present:
+                with torch.no_grad():
+                    values = dense_values(present)
+                    backend = kernels.backend(values[0].device)
+                    backend.collect(values, [None] * len(values), None, scaler.first_bad, widen=False, in_place=False)
+            inv = scale.inv_scale
+            true = tuple(g if g is None else _wide(g) if inv is None else _wide(g) * inv for g in found)
+            # The result is looked at, not the outputs: a critic's score says nothing about the range of its gradient.
+            scaler.update(None)
+        return true
 
     def lent_masters(self, optimizer: Any) -> AbstractContextManager[None]:
         """Has ``optimizer`` hold its float32 masters inside the block: to read, edit or step them.
@@ -313,6 +405,14 @@ class Engine:
             optimizer: One of this engine's.
         """
         return self._steppers[self.index(optimizer)].record.latest
+
+    def record(self, optimizer: Any) -> OutcomeRecord:
+        """Returns all that is known of the steps of ``optimizer``; asking it waits for nothing unless it says so."""
+        return self._steppers[self.index(optimizer)].record
+
+    def accounts(self) -> dict[str, LossAccount]:
+        """Returns what each loss scale has been through, by name: one host synchronisation each."""
+        return {scaler.name: scaler.account() for scaler in self.scalers}
 
     def counts(self, optimizer: Any) -> dict[Outcome, int]:
         """Returns how often each outcome occurred for ``optimizer``; waits as `outcome` does."""
@@ -341,3 +441,7 @@ class Engine:
         """Removes every hook from the optimizers; the masters and scalers stay."""
         for stepper in self._steppers:
             stepper.close()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor

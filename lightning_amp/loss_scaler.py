@@ -9,11 +9,15 @@ from torch import Tensor
 from lightning_amp import kernels
 from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE, ScaleState, initial_state
 from lightning_amp.opt_levels import AmpConfig
+from lightning_amp.outcomes import LossAccount
 
 Key = tuple[str, tuple[int, ...]]
 """What a scaler belongs to: ``("loss", (id,))``, ``("optimizer", indices)``, ``("default", ())``, ``("grad", ())``."""
 
 DEFAULT_KEY: Key = ("default", ())
+GRAD_KEY: Key = ("grad", ())
+GRAD_START = 2.0**10
+"""Where the scale of `Engine.grad` starts at the most: a raw half output takes no factor beyond 65,504."""
 
 
 class Scale(NamedTuple):
@@ -51,6 +55,8 @@ class LossScaler:
         self.key = key
         self.rule = config.rule
         start = config.init_scale if config.loss_scale == "dynamic" else config.loss_scale
+        if key == GRAD_KEY and self.rule.dynamic:
+            start = max(min(start, GRAD_START), self.rule.min_scale)
         self._unscaled = config.loss_scale == 1.0
         self.attempts = 0
         self.sources: list[Tensor] = []
@@ -87,6 +93,18 @@ class LossScaler:
     def read(self) -> ScaleState:
         """Returns the state as Python floats: one host synchronisation on a device other than the CPU."""
         return ScaleState(*self.state.tolist())
+
+    def account(self) -> LossAccount:
+        """Returns what this scale has been through: one host synchronisation, as `read`."""
+        state = self.read()
+        return LossAccount(
+            attempts=self.attempts,
+            overflows=int(state.overflows),
+            nonfinite_losses=int(state.bad_losses),
+            scale=state.scale,
+            lowest=state.lowest,
+            highest=state.highest,
+        )
 
     def to(self, device: torch.device) -> None:
         """Moves the state to ``device``."""

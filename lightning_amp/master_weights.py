@@ -102,6 +102,17 @@ class MasterWeights:
             elif master.device != param.device:
                 master.data = master.data.to(param.device)
 
+    def broadcast(self) -> None:
+        """Brings every process's float32 values in line with those of the first; DDP does so for half weights only."""
+        for param, master in self._masters.items():
+            value = master.detach().to(param.device)  # those that no optimizer owns may wait on another device
+            torch.distributed.broadcast(value, 0)
+            master.data.copy_(value)
+        for (module, name), original in self._buffers.items():
+            value = original.to(module.get_buffer(name).device)
+            torch.distributed.broadcast(value, 0)
+            original.copy_(value)
+
     def lend(self, optimizer: Any) -> "Loan":
         """Puts the masters into the optimizer's ``param_groups`` and ``state`` until the loan is given back.
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -58,6 +58,16 @@ class AmpConfig:
     def passive(self) -> bool:
         """Whether there is nothing to do: float32 weights, float32 compute, a scale of one (plain O0)."""
         return self.opt_level == "O0" and self.loss_scale == 1.0
+
+    def for_processes(self, count: int) -> "AmpConfig":
+        """Returns the config for so many processes that train together.
+
+        Their losses differ, their reduced gradients do not: with more than one, only these move a scale.
+
+        Args:
+            count: At least 1.
+        """
+        return self if count == 1 else replace(self, rule=replace(self.rule, excuse_loss=False))
 
     def describe(self) -> str:
         """Returns the lines said at start: the level, what it sets by itself, and what was replaced."""

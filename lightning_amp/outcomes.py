@@ -1,5 +1,6 @@
-"""What became of each optimizer's steps: plain data, read no earlier than somebody asks."""
+"""What became of each optimizer's steps, and of each loss: plain data, read no earlier than somebody asks."""
 
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -18,6 +19,27 @@ class Outcome(str, Enum):
     IDLE = "idle"
 
 
+@dataclass(frozen=True)
+class LossAccount:
+    """What one loss scale has been through.
+
+    Attributes:
+        attempts: Backward passes (windows, where delayed).
+        overflows: Those with a non-finite gradient.
+        nonfinite_losses: Those of them whose loss was itself non-finite.
+        scale: The scale now.
+        lowest: The lowest so far.
+        highest: The highest so far.
+    """
+
+    attempts: int
+    overflows: int
+    nonfinite_losses: int
+    scale: float
+    lowest: float
+    highest: float
+
+
 class OutcomeRecord:
     """The outcomes of one optimizer: the latest, and how many there were of each.
 
@@ -28,13 +50,19 @@ class OutcomeRecord:
     def __init__(self) -> None:
         self._counts = dict.fromkeys(Outcome, 0)
         self._latest: Outcome | None = None
+        self._streak = 0
+        self._calls = 0
+        self._moves = 0
         self._deferred: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
     def add(self, outcome: Outcome) -> None:
         """Records an outcome that the host knows."""
-        self._settle()
+        self.settle()
         self._counts[outcome] += 1
+        self._calls += 1
+        self._moves += outcome is Outcome.STEPPED
+        self._streak = self._streak + 1 if outcome is self._latest else 1
         self._latest = outcome
 
     def defer(self, found_inf: Tensor) -> None:
@@ -43,7 +71,7 @@ class OutcomeRecord:
         Args:
             found_inf: 0-dim, zero if the optimizer stepped.
         """
-        self._settle()
+        self.settle()
         if found_inf.is_cuda:
             self._deferred = torch.empty((), dtype=found_inf.dtype, pin_memory=True)
             self._deferred.copy_(found_inf, non_blocking=True)
@@ -52,7 +80,8 @@ class OutcomeRecord:
         else:
             self._deferred = found_inf
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Reads an outcome that was left to the device; waits for it there."""
         if self._deferred is None:
             return
         if self._copied is not None:
@@ -63,14 +92,28 @@ class OutcomeRecord:
     @property
     def latest(self) -> Outcome | None:
         """The latest outcome, None before the first step; waits for the device where it alone knows it."""
-        self._settle()
+        self.settle()
         return self._latest
 
     @property
     def counts(self) -> dict[Outcome, int]:
         """How often each outcome occurred; waits for the device as `latest` does."""
-        self._settle()
+        self.settle()
         return dict(self._counts)
+
+    @property
+    def known_streak(self) -> tuple[Outcome | None, int]:
+        """The latest outcome the host knows, and how many of its kind there were in a row; waits for nothing."""
+        return self._latest, self._streak
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Calls of ``step()`` on this object so far, and how many of them moved weights; waits for nothing.
+
+        An outcome that only the device knows counts as a move until it is known not to be one.
+        """
+        unknown = int(self._deferred is not None)
+        return self._calls + unknown, self._moves + unknown
 
     def load_counts(self, counts: dict[str, int]) -> None:
         """Takes over totals that were saved, by the outcome's value.
@@ -78,5 +121,5 @@ class OutcomeRecord:
         Args:
             counts: As ``{outcome.value: n}``; names that are not outcomes are ignored.
         """
-        self._settle()
+        self.settle()
         self._counts = {outcome: int(counts.get(outcome.value, 0)) for outcome in Outcome}

@@ -21,7 +21,8 @@ from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.loss_scaler import LossScalers
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import resolve
-from lightning_amp.outcomes import Outcome
+from lightning_amp.outcomes import LossAccount, Outcome
+from lightning_amp.schedulers import SkipAwareScheduler
 
 _SUPPORTED_STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
 _UNSUPPORTED_STRATEGIES = {"DeepSpeedStrategy", "ModelParallelStrategy"}  # the first derives from DDPStrategy
@@ -54,6 +55,13 @@ class AmpPrecision(Precision):
         min_loss_scale: A dynamic scale never goes below this (2^-14 if None).
         max_loss_scale: Nor above this.
         hysteresis: It is lowered only on this many overflows without a growth between them.
+        skip_together: Groups of optimizers, by index: none of a group steps while one of them holds a non-finite
+            gradient. None: each on its own.
+        max_consecutive_skips: Steps that an optimizer may skip in a row before `TrainingDivergedError` tells why; None
+            for any number.
+        hold_schedulers: Whether a learning-rate scheduler stays put when its optimizer was stepped in vain.
+        count_skipped_steps: Whether ``trainer.global_step`` counts skipped steps, as it does without this plugin. False
+            costs a host synchronisation a step with fused optimizers.
 
     Raises:
         AmpConfigError: A value is unknown or two settings contradict each other.
@@ -85,13 +93,22 @@ class AmpPrecision(Precision):
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
         hysteresis: int = 1,
+        skip_together: list[list[int]] | None = None,
+        max_consecutive_skips: int | None = 100,
+        hold_schedulers: bool = True,
+        count_skipped_steps: bool = True,
     ) -> None:
         super().__init__()
-        settings = {k: v for k, v in locals().items() if k not in ("self", "num_losses", "__class__")}
+        own = ("num_losses", "skip_together", "max_consecutive_skips", "hold_schedulers", "count_skipped_steps")
+        settings = {k: v for k, v in locals().items() if k not in (*own, "own", "self", "__class__")}
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
             raise ValueError(f"num_losses={num_losses!r} cannot be used. Use a whole number of at least 1.")
         self.config = resolve(**settings)
         self._num_losses = num_losses
+        self._skip_together = skip_together or []
+        self._max_consecutive_skips = max_consecutive_skips
+        self._hold_schedulers = hold_schedulers
+        self._count_skipped_steps = count_skipped_steps
         half = _NAMES[self.config.dtype]
         # One of the names that Lightning knows, so that `trainer.precision` reads sensibly and the model summary can
         # tell a weight's size.
@@ -125,7 +142,7 @@ class AmpPrecision(Precision):
             if param.dtype in HALF_DTYPES:
                 raise MisconfigurationException(
                     f"Parameter {name!r} is {param.dtype} already, and opt_level={self.config.opt_level!r} trains "
-                    "float32 weights. Convert it with .float(), or use opt_level='O2' or 'O3', which train half weights."
+                    "float32 weights. Convert it with .float(), or use opt_level='O2' or 'O3', which train half ones."
                 )
 
     @override
@@ -145,7 +162,7 @@ class AmpPrecision(Precision):
         if self._engine is not None:
             self._engine.close()
         if self._scalers is None:
-            self._scalers = LossScalers(self.config, device)
+            self._scalers = LossScalers(self.config.for_processes(inner.trainer.world_size), device)
         self._engine = Engine(
             self.config,
             optimizers,
@@ -155,14 +172,26 @@ class AmpPrecision(Precision):
             num_losses=self._num_losses,
             device=device,
             distributed=inner.trainer.world_size > 1,
+            skip_together=self._skip_together if optimizers else (),
+            max_consecutive_skips=self._max_consecutive_skips,
         )
         if isinstance(model, DistributedDataParallel):
             self._engine.gradients.in_place = not model.gradient_as_bucket_view
+            self._masters.broadcast()  # DDP brings the half weights in line, and knows of nothing else
+        if self._hold_schedulers:
+            for config in lr_schedulers:
+                self._hold(config)
         if optimizers and self._loaded:
             self._engine.load_state_dict(self._loaded)
             self._loaded = {}
         self._say(device)
         return model, optimizers, lr_schedulers
+
+    def _hold(self, config: Any) -> None:
+        optimizer = getattr(config.scheduler, "optimizer", None)
+        if any(optimizer is mine for mine in self.engine.optimizers):
+            record = self.engine.record(optimizer)
+            config.scheduler = SkipAwareScheduler(config.scheduler, lambda: record.progress)
 
     def _refuse_strategy(self, strategy: Any) -> None:
         names = {c.__name__ for c in type(strategy).__mro__}
@@ -270,7 +299,21 @@ class AmpPrecision(Precision):
         self.engine.unscale(optimizer)
         self._after_closure(model, optimizer)
         stepped = self.engine.step(optimizer, **kwargs)
+        if not self._count_skipped_steps and self.outcome(optimizer) is Outcome.SKIPPED:
+            self._uncount_step(model)
         return result if stepped is None else stepped
+
+    @staticmethod
+    def _uncount_step(model: "pl.LightningModule") -> None:
+        """Takes back what Lightning's loop counts for this step, before and after it; nothing public does."""
+        loop = model.trainer.fit_loop.epoch_loop
+        if model.automatic_optimization:
+            progress = loop.automatic_optimization.optim_progress.optimizer.step
+        else:
+            progress = loop.manual_optimization.optim_step_progress
+        for counts in (progress.total, progress.current):
+            counts.ready -= 1
+            counts.completed -= 1
 
     @override
     def clip_gradients(
@@ -301,6 +344,28 @@ class AmpPrecision(Precision):
             optimizer: One of the trainer's, wrapped by Lightning or not.
         """
         return self.engine.outcome(optimizer)
+
+    def grad(
+        self, outputs: Any, inputs: Any, grad_outputs: Any = None, *, create_graph: bool = False, **kwargs: Any
+    ) -> tuple[Tensor | None, ...]:
+        """`torch.autograd.grad` under a loss scale of its own; see `Engine.grad`. At plain O0 it is torch's.
+
+        Args:
+            outputs: What to differentiate.
+            inputs: With respect to what.
+            grad_outputs: As in `torch.autograd.grad`.
+            create_graph: Whether the result can be differentiated again.
+            **kwargs: ``retain_graph``, ``allow_unused``.
+
+        Returns:
+            The true gradients.
+        """
+        grad = torch.autograd.grad if self.config.passive else self.engine.grad
+        return tuple(grad(outputs, inputs, grad_outputs, create_graph=create_graph, **kwargs))
+
+    def accounts(self) -> dict[str, LossAccount]:
+        """Returns what each loss scale has been through, by name: one host synchronisation each. Empty at O0."""
+        return {} if self._scalers is None else {s.name: s.account() for s in self._scalers}
 
     def grad_norm(self, optimizer: Any) -> Tensor:
         """Returns the total 2-norm of the true gradients of ``optimizer``: 0-dim float32, no host synchronisation.
