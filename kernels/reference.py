@@ -58,17 +58,17 @@ def collect(
         be overwritten, else a fresh tensor.
     """
     fresh = _unscaled(list(new), inv_scale, first_bad, offset, widen, in_place)
-    if all(old is None for old in into):
+    olds = [old for old in into if old is not None]
+    if not olds:
         return fresh
-    pairs = [(old, g) for old, g in zip(into, fresh, strict=True) if old is not None]
-    torch._foreach_add_([old for old, _ in pairs], [g for _, g in pairs])
+    torch._foreach_add_(olds, [g for old, g in zip(into, fresh, strict=True) if old is not None])
     return [g if old is None else old for old, g in zip(into, fresh, strict=True)]
 
 
 def _unscaled(
     new: list[Tensor], inv_scale: Tensor | None, first_bad: Tensor, offset: int, widen: bool, in_place: bool
 ) -> list[Tensor]:
-    if in_place and not (widen and any(g.dtype in HALF_DTYPES for g in new)):
+    if in_place and not (widen and not {g.dtype for g in new}.isdisjoint(HALF_DTYPES)):
         _check(new, inv_scale, first_bad, offset)
         return new
     _check(new, None, first_bad, offset)

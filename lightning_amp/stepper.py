@@ -91,7 +91,7 @@ class Stepper:
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Has the optimizer hold the masters inside the block; the half weights are refreshed on leaving."""
-        if self._loan is not None:
+        if self._loan is not None or not self._masters.lend_to_optimizers:
             yield
             return
         self._loan = self._masters.lend(self.optimizer)
