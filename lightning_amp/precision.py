@@ -1,5 +1,6 @@
 """The Lightning front end: `AmpPrecision`, a precision plugin for the Trainer. It only translates; the engine acts."""
 
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
@@ -152,6 +153,8 @@ class AmpPrecision(Precision):
         inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
         strategy: Any = inner.trainer.strategy
         self._refuse_strategy(strategy)
+        # Lightning's summary counts 32 bits a weight where it does not know the name, and warns: here that is right.
+        warnings.filterwarnings("ignore", rf"Precision {self.precision} is not supported by the model summary")
         device = strategy.root_device
         if self.config.passive:
             self._say(device)

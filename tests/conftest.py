@@ -6,6 +6,12 @@ import pytest
 import torch
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "filterwarnings", "ignore:`isinstance.treespec, LeafSpec.` is deprecated"
+    )  # Lightning's own
+
+
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
     yield
