@@ -8,7 +8,7 @@ value is read with ``tolist()``, which costs neither a copy nor a synchronisatio
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -209,7 +209,7 @@ def update(state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRul
         rule: The scaler's settings.
     """
     if state.is_cpu:
-        bad = first_bad.tolist()
+        bad: Any = first_bad.tolist()
         finite = bad == FIRST_BAD_NONE or loss is None or bool(torch.isfinite(loss).all())
         state.copy_(torch.tensor(next_state(ScaleState(*state.tolist()), bad, finite, rule), dtype=torch.float32))
         if bad != FIRST_BAD_NONE:

@@ -1,0 +1,148 @@
+"""The functions of `lightning_amp.kernels.reference`, each in one launch over the whole list.
+
+Signatures and results are the reference's. Nothing is read back from the device. A tensor whose layout is not dense, or
+whose type the kernels do not know, goes through the reference by itself.
+"""
+
+from collections.abc import Hashable, Sequence
+from itertools import repeat
+from operator import is_
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version  # the kernels write behind autograd's back
+
+from lightning_amp.kernels import reference
+from lightning_amp.kernels.plans import Place, listed, planned
+from lightning_amp.kernels.programs import ClipPlan, CollectPlan, ReadPlan, UpdatePlan, WeightsPlan
+from lightning_amp.kernels.reference import HALF_DTYPES, Reading
+from lightning_amp.kernels.scale_rule import ScaleRule
+
+__all__ = ["Reading", "adopt", "clip_norm", "clip_value", "collect", "read", "refresh", "update"]
+
+
+def collect(
+    new: Sequence[Tensor],
+    into: Sequence[Tensor | None],
+    inv_scale: Tensor | None,
+    first_bad: Tensor,
+    *,
+    offset: int = 0,
+    widen: bool = True,
+    in_place: bool = True,
+) -> list[Tensor]:
+    """See `lightning_amp.kernels.reference.collect`; a ``new`` that is added to an ``into`` is left as it is."""
+    if not new:
+        return []
+    new = list(new)
+    source = listed(new)
+    added = None if all(map(is_, into, repeat(None))) else tuple(old is not None for old in into)
+    if added is None and in_place and not (widen and not source.facts.kinds.isdisjoint(HALF_DTYPES)):
+        out, target = list(new), source
+    else:
+        out = [_home(g, old, widen, in_place) for g, old in zip(new, into, strict=True)]
+        target = listed(out)
+    scaled = inv_scale is not None
+    key = ("collect", source.place, source.facts, target.facts, target is source, added, scaled)
+    plan = planned(key, source.place, lambda: CollectPlan(source, target, added, scaled, new[0]))
+    plan.launch(source, target, inv_scale, first_bad, offset)
+    if target is not source:
+        written = [t for t, g, old in zip(out, new, into, strict=True) if t is g or t is old]
+        increment_version(written)
+    elif scaled:
+        increment_version(out)
+    for i in plan.rest:
+        (out[i],) = reference.collect(
+            new[i : i + 1], into[i : i + 1], inv_scale, first_bad, offset=offset + i, widen=widen, in_place=in_place
+        )
+    return out
+
+
+def _home(new: Tensor, old: Tensor | None, widen: bool, in_place: bool) -> Tensor:
+    """Returns the tensor that a collected gradient goes to."""
+    if old is not None:
+        return old
+    if widen and new.dtype in HALF_DTYPES:
+        return torch.empty_like(new, dtype=torch.float32)
+    return new if in_place else torch.empty_like(new)
+
+
+def read(grads: Sequence[Tensor]) -> Reading:
+    """See `lightning_amp.kernels.reference.read`."""
+    listing = listed(grads)
+    plan = planned(("read", listing.place, listing.facts), listing.place, lambda: ReadPlan(listing, grads[0]))
+    result = grads[0].new_empty(2, dtype=torch.float32)
+    plan.launch(listing, result)
+    norm, found_inf = result.unbind()
+    if plan.rest:
+        other = reference.read([grads[i] for i in plan.rest])
+        return Reading(torch.hypot(norm, other.norm), torch.maximum(found_inf, other.found_inf))
+    return Reading(norm, found_inf)
+
+
+def clip_norm(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """See `lightning_amp.kernels.reference.clip_norm`; where there is nothing to clip, no gradient is touched."""
+    rest = _clip(grads, norm, max_norm, by_value=False)
+    if rest:
+        reference.clip_norm(rest, norm, max_norm)
+
+
+def clip_value(grads: Sequence[Tensor], found_inf: Tensor, max_value: float) -> None:
+    """See `lightning_amp.kernels.reference.clip_value`; chunks with nothing to clip are not written."""
+    rest = _clip(grads, found_inf, max_value, by_value=True)
+    if rest:
+        reference.clip_value(rest, found_inf, max_value)
+
+
+def _clip(grads: Sequence[Tensor], reading: Tensor, bound: float, by_value: bool) -> list[Tensor]:
+    if not grads:
+        return []
+    listing = listed(grads)
+    key = ("clip", listing.place, listing.facts, by_value)
+    plan = planned(key, listing.place, lambda: ClipPlan(listing, by_value, grads[0]))
+    plan.launch(listing, reading.to(torch.float32), float(bound))
+    increment_version(grads)
+    return [grads[i] for i in plan.rest]
+
+
+def refresh(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """See `lightning_amp.kernels.reference.refresh`; leaves fingerprints, by which `adopt` sees what was edited."""
+    if not halves:
+        return
+    plan = _weights(halves, masters)
+    plan.refresh()
+    increment_version(halves)
+    if plan.rest:
+        reference.refresh([halves[i] for i in plan.rest], [masters[i] for i in plan.rest])
+
+
+def adopt(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """See `lightning_amp.kernels.reference.adopt`; after a `refresh` of the same lists it reads the half weights only.
+
+    A chunk of 2048 weights whose 64-bit fingerprint has not changed counts as not edited.
+    """
+    if not halves:
+        return
+    plan = _weights(halves, masters)
+    plan.adopt()
+    increment_version(masters)
+    if plan.rest:
+        reference.adopt([halves[i] for i in plan.rest], [masters[i] for i in plan.rest])
+
+
+def _weights(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> WeightsPlan:
+    source, target = listed(halves), listed(masters)
+    key: tuple[Hashable, ...] = ("weights", source, target)  # these very tensors, for the sake of the fingerprints
+    return planned(key, source.place, lambda: WeightsPlan(source, target, halves[0]))
+
+
+def update(state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRule) -> None:
+    """See `lightning_amp.kernels.reference.update`."""
+    if loss is not None:
+        loss = loss.detach().to(state.device)
+        if loss.numel() != 1:
+            loss = torch.where(torch.isfinite(loss).all(), 0.0, float("nan"))
+    place = Place.of(state)
+    dtype = None if loss is None else loss.dtype
+    plan = planned(("update", place, rule, dtype), place, lambda: UpdatePlan(place, rule, loss is not None))
+    plan.launch(state, first_bad, loss)

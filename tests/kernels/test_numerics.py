@@ -1,0 +1,367 @@
+"""Each kernel against float64, at awkward sizes, offsets, types and values.
+
+The file runs as it stands with the reference, and once more in Triton's interpreter (see test_interpreter.py).
+"""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_amp import kernels
+from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE, ScaleRule, ScaleState, initial_state, next_state
+
+CPU = torch.device("cpu")
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALVES, torch.float32, torch.float64)
+SIZES = (0, 1, 5, 17, 1000, 1024, 2050, 4097)
+SMALL = (3, 40, 0, 2050)
+OFFSETS = (0, 1, 3, 4, 8)
+BAD = (math.inf, -math.inf, math.nan)
+ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-22, torch.float64: 2**-22}
+
+ops = kernels.backend(CPU)
+
+
+def draw(sizes: Sequence[int], dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+    """Returns random tensors that start ``offset`` elements behind an aligned address."""
+    return [torch.randn(n + offset).to(dtype)[offset:] for n in sizes]
+
+
+def doubles(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.to(torch.float64, copy=True) for t in tensors]
+
+
+def check(found: Sequence[Tensor], wanted: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None) -> None:
+    """Compares with float64 results, to the rounding of each result's own type."""
+    for i, (got, want) in enumerate(zip(found, wanted, strict=True)):
+        if dtypes is not None:
+            assert got.dtype is dtypes[i]
+        torch.testing.assert_close(got.double(), want, rtol=ROUNDING[got.dtype], atol=1e-7, equal_nan=True)
+
+
+def first_bad(value: int = FIRST_BAD_NONE) -> Tensor:
+    return torch.tensor(value, dtype=torch.int32)
+
+
+INV = torch.tensor(1 / 96)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("widen", "in_place"), [(True, True), (True, False), (False, True)])
+def test_collect_unscales(dtype: torch.dtype, widen: bool, in_place: bool) -> None:
+    new = draw(SIZES, dtype)
+    before = doubles(new)
+    bad = first_bad()
+    out = ops.collect(new, [None] * len(new), INV, bad, widen=widen, in_place=in_place)
+    wide = widen and dtype in HALVES
+    check(out, [g * INV.double() for g in before], [torch.float32 if wide else dtype] * len(new))
+    assert bad.item() == FIRST_BAD_NONE
+    if in_place and not wide:
+        assert all(a is b for a, b in zip(out, new, strict=True))
+    else:
+        check(new, before)
+
+
+@pytest.mark.parametrize("offset", OFFSETS[1:])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_collect_at_misaligned_addresses(dtype: torch.dtype, offset: int) -> None:
+    new = draw(SMALL, dtype, offset)
+    wanted = [g * INV.double() for g in doubles(new)]
+    check(ops.collect(new, [None] * len(new), INV, first_bad(), widen=False), wanted)
+
+
+@pytest.mark.parametrize(("here", "there"), [(0, 0), (2, 1), (3, 0), (1, 5)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_collect_adds_to_what_is_there(dtype: torch.dtype, here: int, there: int) -> None:
+    new, old = draw(SMALL, dtype, here), draw(SMALL, torch.float32, there)
+    into: list[Tensor | None] = [old[0], None, *old[2:]]
+    wanted = [g * INV.double() + (0 if i == 1 else old[i].double()) for i, g in enumerate(doubles(new))]
+    out = ops.collect(new, into, INV, first_bad())
+    check(out, wanted)
+    assert all(o is t for o, t in zip(out, into, strict=True) if t is not None)
+
+
+def test_collect_without_a_scale_leaves_values_as_they_are() -> None:
+    new = [t for dtype in DTYPES for t in draw(SMALL, dtype)]
+    before = doubles(new)
+    out = ops.collect(new, [None] * len(new), None, first_bad())
+    check(out, before, [torch.float32 if g.dtype in HALVES else g.dtype for g in new])
+    same = ops.collect(out, [None] * len(out), None, first_bad())
+    assert all(a is b for a, b in zip(same, out, strict=True))
+    check(same, before)
+
+
+def test_collect_takes_a_mixed_list_in_one_call() -> None:
+    new = [t for dtype in (*DTYPES, torch.float32) for t in draw((7, 2051), dtype)]
+    old = [None, torch.randn(2051), None, None, torch.randn(7), None, None, torch.randn(2051).double(), None, None]
+    wanted = [g * INV.double() + (0 if t is None else t.double()) for g, t in zip(doubles(new), old, strict=True)]
+    check(ops.collect(new, old, INV, first_bad()), wanted)
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_collect_finds_the_first_bad_tensor(dtype: torch.dtype, value: float) -> None:
+    for tensor, place in [(1, 0), (2, 39), (3, 2049), (3, 1024)]:
+        new = draw((0, 1, 40, 2050), dtype)
+        new[tensor][place] = value
+        bad = first_bad()
+        ops.collect(new, [None] * 4, INV, bad, offset=100)
+        assert bad.item() == 100 + tensor
+
+
+def test_collect_keeps_an_earlier_bad_index() -> None:
+    new = draw(SMALL, torch.float32)
+    for i in (1, 3):
+        new[i][0] = math.nan
+    bad = first_bad()
+    ops.collect([g.clone() for g in new], [None] * 4, INV, bad, offset=10)
+    assert bad.item() == 11
+    ops.collect(new, [None] * 4, INV, bad, offset=20)
+    assert bad.item() == 11
+
+
+def test_collect_checks_before_it_multiplies() -> None:
+    huge = torch.full((9,), 1e30)
+    bad = first_bad()
+    (out,) = ops.collect([huge], [None], torch.tensor(1e30), bad)
+    assert bool(out.isinf().all())
+    assert bad.item() == FIRST_BAD_NONE
+    (out,) = ops.collect([torch.full((9,), math.inf)], [None], torch.tensor(0.0), bad)
+    assert bad.item() == 0
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_collect_does_not_report_what_was_there_already(value: float) -> None:
+    new, old = draw(SMALL, torch.float16), draw(SMALL, torch.float32)
+    old[1][3] = value
+    bad = first_bad()
+    out = ops.collect(new, list(old), INV, bad)
+    assert bad.item() == FIRST_BAD_NONE
+    assert not out[1].isfinite().all()
+
+
+def layouts() -> Iterator[Tensor]:
+    yield torch.randn(4, 3, 5, 6).to(memory_format=torch.channels_last)  # dense, not contiguous
+    yield torch.randn(40, 30).t()
+    yield torch.randn(20, 60)[:, ::2]  # not dense
+    yield torch.randn(7, 1, 9).expand(7, 1, 9)
+    yield torch.randn(2050)[1:]
+    yield torch.randn(())
+
+
+def test_collect_of_any_layout() -> None:
+    new = list(layouts())
+    wanted = [g * INV.double() for g in doubles(new)]
+    check(ops.collect([g.clone() for g in new], [None] * len(new), INV, first_bad()), wanted)
+    check(ops.collect(new, [None] * len(new), INV, first_bad(), in_place=False), wanted)
+    old = [torch.randn(g.shape) for g in new]  # contiguous: the layouts of a pair differ
+    sums = [w + t.double() for w, t in zip(wanted, old, strict=True)]
+    check(ops.collect(new, list(old), INV, first_bad()), sums)
+
+
+def test_bad_values_are_found_in_any_layout() -> None:
+    for i in range(len(list(layouts()))):
+        new = list(layouts())
+        new[i].view(-1)[-1:].fill_(math.inf) if new[i].is_contiguous() else new[i][-1, -1].fill_(math.inf)
+        bad = first_bad()
+        found = ops.read(new).found_inf
+        ops.collect(new, [None] * len(new), INV, bad, offset=5)
+        assert bad.item() == 5 + i
+        assert found.item() == 1.0
+
+
+def total(tensors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_read(dtype: torch.dtype, offset: int) -> None:
+    grads = draw(SIZES, dtype, offset)
+    before, versions = [g.clone() for g in grads], [g._version for g in grads]
+    norm, found = ops.read(grads)
+    assert norm.dtype is found.dtype is torch.float32
+    assert norm.shape == found.shape == ()
+    assert norm.item() == pytest.approx(total(grads), rel=1e-5)
+    assert found.item() == 0.0
+    assert all(map(torch.equal, grads, before))
+    assert [g._version for g in grads] == versions
+
+
+def test_read_of_mixed_types_and_layouts() -> None:
+    grads = [t for dtype in DTYPES for t in draw(SMALL, dtype)] + list(layouts())
+    assert ops.read(grads).norm.item() == pytest.approx(total(grads), rel=1e-5)
+
+
+def test_read_of_nothing_but_empty_tensors() -> None:
+    assert tuple(map(float, ops.read(draw((0, 0), torch.float32)))) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_read_finds_bad_values(dtype: torch.dtype, value: float) -> None:
+    for tensor, place in [(1, 0), (3, 2049)]:
+        grads = draw((0, 1, 40, 2050), dtype)
+        grads[tensor][place] = value
+        norm, found = ops.read(grads)
+        assert found.item() == 1.0
+        assert not math.isfinite(norm.item())
+
+
+def test_a_norm_that_overflows_is_no_bad_value() -> None:
+    norm, found = ops.read([torch.full((2050,), 1e30)])
+    assert norm.item() == math.inf
+    assert found.item() == 0.0
+
+
+def test_readings_do_not_share_memory() -> None:
+    first = ops.read(draw((40,), torch.float32))
+    norm = first.norm.item()
+    ops.read([g * 2 for g in draw((40,), torch.float32)])
+    assert first.norm.item() == norm
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clip_norm_bites(dtype: torch.dtype, offset: int) -> None:
+    grads = draw(SMALL, dtype, offset)
+    before, norm = doubles(grads), total(grads)
+    ops.clip_norm(grads, ops.read(grads).norm, 1.5)
+    check(grads, [g * (1.5 / (norm + 1e-6)) for g in before])
+
+
+@pytest.mark.parametrize("norm", [0.5, 0.0, *BAD[::2]])
+def test_clip_norm_leaves_gradients_alone(norm: float) -> None:
+    grads = [*draw(SMALL, torch.float16), *draw(SMALL, torch.float32)]
+    before = [g.clone() for g in grads]
+    ops.clip_norm(grads, torch.tensor(norm), 1.5)
+    assert all(map(torch.equal, grads, before))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clip_value(dtype: torch.dtype) -> None:
+    grads = [*draw(SMALL, dtype), *(t.to(dtype) for t in layouts())]
+    wanted = [g.double().clamp(-0.25, 0.25) for g in grads]
+    ops.clip_value(grads, torch.tensor(0.0), 0.25)
+    check(grads, wanted)
+
+
+def test_clip_value_hides_no_infinity() -> None:
+    grads = draw(SMALL, torch.float32)
+    grads[1][2] = math.inf
+    before = [g.clone() for g in grads]
+    ops.clip_value(grads, ops.read(grads).found_inf, 0.25)
+    assert all(map(torch.equal, grads, before))
+
+
+def test_clip_takes_any_layout() -> None:
+    grads = list(layouts())
+    before, norm = doubles(grads), total(grads)
+    ops.clip_norm(grads, ops.read(grads).norm, 0.5)
+    check(grads, [g * (0.5 / (norm + 1e-6)) for g in before])
+
+
+def pairs(dtype: torch.dtype, here: int = 0, there: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    masters = [*draw(SMALL, torch.float32, there), *layouts()]
+    halves = [*draw(SMALL, dtype, here), *(t.to(dtype) for t in layouts())]
+    return halves, masters
+
+
+@pytest.mark.parametrize(("here", "there"), [(0, 0), (1, 2), (2, 1)])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_refresh_rounds_to_nearest(dtype: torch.dtype, here: int, there: int) -> None:
+    halves, masters = pairs(dtype, here, there)
+    before, version = [m.clone() for m in masters], halves[3]._version
+    ops.refresh(halves, masters)
+    assert all(torch.equal(h, m.to(dtype)) for h, m in zip(halves, masters, strict=True))
+    assert all(map(torch.equal, masters, before))
+    assert halves[3]._version > version
+
+
+@pytest.mark.parametrize(("here", "there"), [(0, 0), (1, 2), (2, 1)])
+@pytest.mark.parametrize("refreshed", [True, False])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_adopt_takes_over_what_was_edited(dtype: torch.dtype, refreshed: bool, here: int, there: int) -> None:
+    halves, masters = pairs(dtype, here, there)
+    if refreshed:
+        ops.refresh(halves, masters)
+    else:
+        for h, m in zip(halves, masters, strict=True):
+            h.copy_(m)
+    ops.adopt(halves, masters)
+    low_bits = [m.clone() for m in masters]
+    assert all(torch.equal(h, m.to(dtype)) for h, m in zip(halves, masters, strict=True))
+    halves[3].clamp_(-0.5, 0.5)
+    halves[1][7] = math.nan
+    halves[-2][-1] = -halves[-2][-1]
+    halves[4][1, 1, 1, 1] += 1
+    wanted = [torch.where(h == m.to(dtype), m, h.float()) for h, m in zip(halves, low_bits, strict=True)]
+    after = [h.clone() for h in halves]
+    ops.adopt(halves, masters)
+    check(masters, doubles(wanted))
+    assert not torch.equal(masters[3], low_bits[3])
+    assert all(torch.equal(h.view(torch.int16), a.view(torch.int16)) for h, a in zip(halves, after, strict=True))
+
+
+def test_adopt_sees_a_swap_and_a_change_of_one_bit() -> None:
+    half, master = torch.randn(2050).half(), torch.empty(2050)
+    master.copy_(half)
+    for edit in range(3):
+        ops.refresh([half], [master])
+        if edit == 0:
+            half[[3, 1500]] = half[[1500, 3]]
+        elif edit == 1:
+            half.view(torch.int16)[2049] ^= 1
+        else:
+            half.neg_()
+        assert not torch.equal(master, half.float())
+        ops.adopt([half], [master])
+        assert torch.equal(master, half.float())
+
+
+def test_empty_lists() -> None:
+    assert ops.collect([], [], INV, first_bad()) == []
+    ops.adopt([], [])
+
+
+RULES = (
+    ScaleRule(growth_interval=3),
+    ScaleRule(growth_interval=1, max_scale=2.0**18, min_scale=2.0**13),
+    ScaleRule(growth_interval=2, hysteresis=2, excuse_loss=False),
+    ScaleRule(dynamic=False),
+    ScaleRule(growth_factor=1.3, backoff_factor=0.7, growth_interval=2, hysteresis=3),
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_update_follows_the_rule(rule: ScaleRule) -> None:
+    chance = random.Random(0)
+    vector = torch.zeros(2, 11)[1, 1:]  # as a row of a larger table: not aligned
+    vector.copy_(torch.tensor(initial_state(2.0**16, rule)))
+    bad = first_bad()
+    for _ in range(40):
+        index = chance.choice([FIRST_BAD_NONE, FIRST_BAD_NONE, 0, 7])
+        loss = chance.choice([None, 1.0, 1.0, math.nan, math.inf])
+        state = ScaleState(*vector.tolist())
+        wanted = next_state(state, index, loss is None or math.isfinite(loss), rule)
+        bad.fill_(index)
+        ops.update(vector, bad, None if loss is None else torch.tensor(loss), rule)
+        torch.testing.assert_close(vector, torch.tensor(wanted), rtol=2e-7, atol=0)
+        assert bad.item() == FIRST_BAD_NONE
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_update_takes_any_loss(dtype: torch.dtype) -> None:
+    rule = ScaleRule(growth_interval=1, growth_factor=1.0)
+    for values, index in product(([], [1.0, 2.0], [1.0, math.nan], [[math.inf]], [60000.0]), (FIRST_BAD_NONE, 3)):
+        loss = torch.tensor(values, dtype=dtype)
+        vector, bad = torch.tensor(initial_state(1024.0, rule)), first_bad(index)
+        ops.update(vector, bad, loss, rule)
+        finite = bool(loss.isfinite().all())
+        expected = next_state(initial_state(1024.0, rule), index, finite, rule)
+        assert vector.tolist() == list(expected)
