@@ -1,7 +1,7 @@
 """The Lightning front end: `AmpPrecision`, a precision plugin for the Trainer. It only translates; the engine acts."""
 
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from lightning_amp.casting import Conversion, explained_dtype_errors
 from lightning_amp.engine import Engine
 from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.loss_scaler import LossScalers
-from lightning_amp.master_weights import MasterWeights
+from lightning_amp.master_weights import MasterWeights, merged
 from lightning_amp.opt_levels import resolve
 from lightning_amp.outcomes import LossAccount, Outcome
 from lightning_amp.schedulers import SkipAwareScheduler
@@ -347,6 +347,26 @@ class AmpPrecision(Precision):
             optimizer: One of the trainer's, wrapped by Lightning or not.
         """
         return self.engine.outcome(optimizer)
+
+    def real_steps(self, optimizer: Any) -> int:
+        """Returns how often ``optimizer`` really stepped; waits for the device where it alone knows of the latest step.
+
+        Args:
+            optimizer: One of the trainer's, wrapped by Lightning or not.
+        """
+        return self.engine.counts(optimizer)[Outcome.STEPPED]
+
+    def fp32_values(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the float32 value that each parameter stands for: that of its master at O2.
+
+        Args:
+            params: Parameters of the module that is being trained.
+
+        Returns:
+            Tensors that must not be written to: fresh ones for half parameters, the parameters' own values for others.
+        """
+        masters = [(p, self._masters.of(p)) for p in params]
+        return [p.detach().float() if master is None else merged(p, master) for p, master in masters]
 
     def grad(
         self, outputs: Any, inputs: Any, grad_outputs: Any = None, *, create_graph: bool = False, **kwargs: Any
