@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_amp import AmpConfigError, AmpPrecision
-from tests.helpers.modules import HALF_LEVELS, LEVELS, Scripted, amp, fit, linear, run, sgd, trainer
+from tests.helpers.modules import HALF_LEVELS, LEVELS, Batches, Scripted, amp, fit, linear, run, sgd, trainer
 
 
 def mean_step(module: Scripted, batch: Any, _: int) -> None:
@@ -79,7 +79,8 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> C
 def test_what_runs_is_said_once_in_a_fit(said: Callable[[], list[str]]) -> None:
     module = mean_module(body=nn.Linear(3, 3), norm=nn.LayerNorm(3), batchnorm=nn.BatchNorm1d(3))
     module.validation_step = lambda batch: None
-    trainer(amp("O2", num_losses=3, keep_fp32="LayerNorm", min_loss_scale=1)).fit(module, [0, 1], [0, 1])
+    plugin = amp("O2", num_losses=3, keep_fp32="LayerNorm", min_loss_scale=1)
+    trainer(plugin).fit(module, Batches([0, 1]), Batches([0, 1]))
     (message,) = said()
     for part in ("opt level O2", "float16", "device=cpu", "num_losses=3"):
         assert part in message

@@ -1,6 +1,6 @@
 """Toy LightningModules whose training step is a function, and a Trainer with nothing around it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -51,6 +51,19 @@ class Scripted(pl.LightningModule):
         return self._optimizers(self)
 
 
+class Batches:
+    """A data loader over these batches. A bare list of them would be one loader each to Lightning."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = list(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
 def trainer(plugin: Any = None, **settings: Any) -> pl.Trainer:
     """Returns a CPU Trainer of one epoch that writes nothing and prints nothing."""
     defaults: dict[str, Any] = {
@@ -69,7 +82,7 @@ def fit(
 ) -> pl.Trainer:
     """Trains ``module`` on ``batches`` and returns the Trainer."""
     it = trainer(plugin, **settings)
-    it.fit(module, list(batches))
+    it.fit(module, Batches(batches))
     return it
 
 
