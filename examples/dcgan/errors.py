@@ -1,0 +1,5 @@
+"""The error that the command line shows as a sentence, without a traceback."""
+
+
+class InputError(ValueError):
+    """Something given that cannot be used; the message says what was given, what is allowed and what to try."""
