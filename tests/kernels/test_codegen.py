@@ -1,0 +1,99 @@
+"""What the compiler makes of the kernels, for GPUs that are not there: 128-bit accesses, no spills, few registers."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.kernels.codegen import ARCHITECTURES, CALLS, TABLE, Build, Call, build, compiled, launches
+
+REGISTERS: dict[str, dict[str, int]] = json.loads(TABLE.read_text())
+
+
+def faults(name: str, built: Build, architecture: int) -> list[str]:
+    """Returns what is wrong with a build, in words."""
+    _, loads, stores = CALLS[name]
+    allowed = REGISTERS[name][str(architecture)] * 5 / 4
+    found = []
+    if built.spilled:
+        found.append(f"{built.spilled} bytes a thread spilled")
+    if (built.loads, built.stores) != (loads, stores):
+        found.append(f"{built.loads} wide loads and {built.stores} wide stores, not {loads} and {stores}")
+    if built.registers > allowed:
+        found.append(f"{built.registers} registers where {allowed:.0f} are allowed")
+    return found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", CALLS)
+def test_every_variant(name: str, architecture: int) -> None:
+    assert faults(name, build(launches()[name], architecture), architecture) == []
+
+
+@triton.jit
+def hint_on_the_integer(chunks, sizes, news, outs, inv_scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.load(sizes) // 4 * 4
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    new = tl.multiple_of(tl.load(news), 16).to(tl.pointer_type(tl.float32))
+    out = tl.multiple_of(tl.load(outs), 16).to(tl.pointer_type(tl.float32))
+    tl.store(out + at, tl.load(new + at, mask=at < n) * tl.load(inv_scale), mask=at < n)
+
+
+@triton.jit
+def any_size(chunks, sizes, news, outs, inv_scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.load(sizes)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    new = tl.multiple_of(tl.load(news).to(tl.pointer_type(tl.float32)), 16)
+    out = tl.multiple_of(tl.load(outs).to(tl.pointer_type(tl.float32)), 16)
+    tl.store(out + at, tl.load(new + at, mask=at < n) * tl.load(inv_scale), mask=at < n)
+
+
+@triton.jit
+def hint_behind_the_cast(chunks, sizes, news, outs, inv_scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.load(sizes) // 4 * 4
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    new = tl.multiple_of(tl.load(news).to(tl.pointer_type(tl.float32)), 16)
+    out = tl.multiple_of(tl.load(outs).to(tl.pointer_type(tl.float32)), 16)
+    tl.store(out + at, tl.load(new + at, mask=at < n) * tl.load(inv_scale), mask=at < n)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "is_wide"), [(hint_behind_the_cast, True), (hint_on_the_integer, False), (any_size, False)]
+)
+def test_a_wrong_idiom_is_seen(kernel: Any, is_wide: bool) -> None:
+    args = launches()["collect f32"].args[:5]
+    found = faults("collect f32", build(Call(kernel, args, {"BLOCK": 2048}, 4), 90), 90)
+    assert found == ([] if is_wide else ["0 wide loads and 0 wide stores, not 4 and 4"])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_last_program_sees_what_all_others_found(architecture: int) -> None:
+    # One thread stores the partial and then draws the ticket, acquiring and releasing; the L1 cache is passed by.
+    ptx = compiled(launches()["read f32"], architecture).asm["ptx"]
+    names = r"st\.global\.b32|bar\.sync|atom\.global[\w.]*|ld\.global[\w.]*"
+    events = re.findall(rf"(?:@(%p\d+) )?({names})", ptx)
+    (ticket,) = (i for i, (_, name) in enumerate(events) if name == "atom.global.gpu.acq_rel.add.u32")
+    thread = events[ticket][0]
+    assert events[ticket - 2 : ticket] == [(thread, "st.global.b32"), ("", "bar.sync")]
+    assert "ld.global.b32" not in {name for _, name in events[ticket:]}
+
+
+def test_what_spills_or_grows_is_seen() -> None:
+    wanted = REGISTERS["collect f32"]["90"]
+    assert faults("collect f32", Build(wanted + wanted // 4, 0, 4, 4), 90) == []
+    assert len(faults("collect f32", Build(wanted * 4 // 3, 8, 4, 4), 90)) == 2
+
+
+def test_the_table_knows_every_variant() -> None:
+    assert {name: set(row) for name, row in REGISTERS.items()} == {
+        name: {str(architecture) for architecture in ARCHITECTURES} for name in CALLS
+    }
+
+
+def test_launches_are_caught_on_fake_tensors_of_a_gpu() -> None:
+    assert all(call.args[0].device.type == "cuda" for call in launches().values())
+    assert not torch.cuda.is_initialized()
