@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp import kernels
+from lightning_amp import checkpoint, kernels
 from lightning_amp.alarm import Alarm
 from lightning_amp.autocast import no_autocast
 from lightning_amp.gradients import Gradients, dense_values
@@ -80,6 +80,7 @@ class Engine:
         self._modules = modules
         self._partners = self._group(skip_together)
         self._alarm = Alarm(max_consecutive_skips, self.scalers, self.name_of)
+        self.gradients.reducing = distributed
         self._refuse_optimizer_in_backward(modules)
 
     def _group(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -423,19 +424,32 @@ class Engine:
         return {scaler.name: scaler.read().scale for scaler in self.scalers}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain numbers, strings and dicts: the scalers and the optimizers' totals."""
-        totals = [{o.value: n for o, n in s.record.counts.items()} for s in self._steppers]
-        return {"scalers": self.scalers.state_dict(), "outcomes": totals}
+        """Returns plain numbers, strings, lists and dicts: the scalers and what became of the optimizers' steps.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave.
+        One host synchronisation a scaler.
+        """
+        records = [stepper.record.state_dict() for stepper in self._steppers]
+        return checkpoint.write(self.config, self._num_losses, self.scalers, records)
+
+    def load_state_dict(self, state: Any, name: str = "state") -> list[str]:
+        """Takes over what of a saved state fits; the scalers there were are forgotten.
 
         Args:
-            state: Scalers and totals; totals of optimizers that are not there are dropped.
+            state: From `state_dict`, also of an older version or another training, from Apex's ``amp.state_dict()`` or
+                from a `torch.amp.GradScaler`.
+            name: How messages call it.
+
+        Returns:
+            What was dropped or starts anew, in words.
+
+        Raises:
+            CheckpointError: It is damaged or of no known format; nothing is taken over.
         """
-        self.scalers.load_state_dict(state.get("scalers", {}))
-        for stepper, totals in zip(self._steppers, state.get("outcomes", ()), strict=False):
-            stepper.record.load_counts(totals)
+        fitted = checkpoint.fit(checkpoint.read(state, name), self.config, self._num_losses, len(self.optimizers))
+        self.scalers.replace(fitted.scalers)
+        for stepper, record in zip(self._steppers, fitted.optimizers, strict=False):
+            stepper.record.load_state_dict(record)
+        return fitted.left_out
 
     def close(self) -> None:
         """Removes every hook from the optimizers; the masters and scalers stay."""

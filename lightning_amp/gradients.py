@@ -78,6 +78,8 @@ class Gradients:
         self.optimizers = optimizers
         self.in_place = True
         """Whether a fresh gradient is ours to overwrite; not where it is a view into a buffer of DDP's."""
+        self.reducing = False
+        """Whether DDP reduces these gradients: it then looks at every one that is there, of frozen parameters too."""
         self._others = others
         self._widen = widen
         self._ids: list[list[int]] | None = None
@@ -114,7 +116,7 @@ class Gradients:
         """
         scale = next((pending.scale for pending in self._pending if pending.held), scale)
         self.collect_pending(keep=scale)
-        live = [p for p in params if p.requires_grad]
+        live = params if self.reducing and not hold else [p for p in params if p.requires_grad]
         olds = [p.grad for p in live]
         versions: list[int] = []
         for pending in self._pending:
@@ -136,11 +138,14 @@ class Gradients:
 
         They are not set aside, so that a `zero_grad` that nobody tells us of finds them where they are.
         """
-        if window.scale.scale is not None:
-            with torch.no_grad():
-                for old in window.olds:
-                    if old is not None:
-                        old.mul_(window.scale.scale)
+        with torch.no_grad():
+            for p, old in zip(window.live, window.olds, strict=True):
+                if old is None:
+                    continue
+                if window.scale.scale is not None:
+                    old.mul_(window.scale.scale)
+                if window.hold and old.dtype is not p.dtype:
+                    p.grad = old.to(p.dtype)  # DDP's buckets take no other
 
     @staticmethod
     def put_back(window: Window) -> None:
@@ -166,15 +171,14 @@ class Gradients:
             self._note(pending, window)
             return
         self._keep_unreduced(pending, window)
-        for p, old in zip(window.live, window.olds, strict=True):
-            if p.grad is None and old is not None:
+        now = [(p, p.grad, old) for p, old in zip(window.live, window.olds, strict=True)]
+        fresh: list[Fresh] = [(p, g, old) for p, g, old in now if g is not None and g is not old]
+        if pending.params:  # frozen since its pass, and still under its scale
+            alive = {id(p) for p in window.live}
+            fresh += [(p, g, None) for p, g in pending.present() if id(p) not in alive]
+        for p, g, old in now:
+            if g is None and old is not None:
                 p.grad = old
-        fresh: list[Fresh] = [
-            (p, p.grad, old)
-            for p, old in zip(window.live, window.olds, strict=True)
-            if p.grad is not None and p.grad is not old
-        ]
-        fresh += [(p, g, None) for p, g in pending.present() if not p.requires_grad]
         self._collect(fresh, pending, create_graph)
 
     def _note(self, pending: Pending, window: Window) -> None:
@@ -233,19 +237,19 @@ class Gradients:
         scaler.update(None if not losses else losses[0] if len(losses) == 1 else torch.stack([x.sum() for x in losses]))
 
     def _collect_lists(self, fresh: list[Fresh], scale: Scale) -> None:
-        params, grads, into = [p for p, _, _ in fresh], [g for _, g, _ in fresh], [old for _, _, old in fresh]
+        grads, into = [g for _, g, _ in fresh], [old for _, _, old in fresh]
         kinds = {(g.device, g.layout, g.dtype.is_complex) for g in grads}
-        device, layout, is_complex = next(iter(kinds))
         first_bad = scale.scaler.first_bad
-        if len(kinds) > 1 or layout is not torch.strided or is_complex or device != first_bad.device:
+        if kinds != {(first_bad.device, torch.strided, False)}:
             for i, entry in enumerate(fresh):
                 _collect_odd(entry, scale, i, self._widen, self.in_place)
             return
-        out = kernels.backend(device).collect(
+        out = scale.scaler.backend.collect(
             grads, into, scale.inv_scale, first_bad, widen=self._widen, in_place=self.in_place
         )
-        for p, true in zip(params, out, strict=True):
-            p.grad = true
+        for (p, g, _), true in zip(fresh, out, strict=True):
+            if true is not g:
+                p.grad = true
 
     def _collect_in_graph(self, fresh: list[Fresh], scale: Scale) -> None:
         for i, (p, new, old) in enumerate(fresh):
