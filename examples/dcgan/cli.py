@@ -56,8 +56,8 @@ class DCGANCLI(LightningCLI):
         amp = [plugin for plugin in plugins if plugin is not None and plugin.class_path.endswith("AmpPrecision")]
         if not amp:
             raise InputError(
-                f"--opt_level {config.opt_level} needs AmpPrecision among trainer.plugins, and it is not there. Add it, or "
-                "leave --opt_level out."
+                f"--opt_level {config.opt_level} needs AmpPrecision among trainer.plugins, and it is not there. Add "
+                "it, or leave --opt_level out."
             )
         amp[0].init_args.opt_level = config.opt_level
 

@@ -15,7 +15,7 @@ from torchvision.transforms import v2 as transforms
 from examples.dcgan.errors import InputError
 
 Name = Literal["digits", "cifar10", "lsun", "mnist", "imagenet", "folder", "lfw", "fake"]
-Images = Dataset[tuple[Tensor, Any]]
+Images = Dataset[Any]
 
 NEEDS_NO_FILES = "The data sets 'digits' and 'fake' need no files."
 LSUN_CLASSES = (
@@ -36,9 +36,9 @@ class ImageData(pl.LightningDataModule):
     """Training images, resized, cropped to a square and normalised to ±1; batches are ``(images, labels)``.
 
     Args:
-        dataset: Which images. ``digits`` (scikit-learn's handwritten digits) comes with scikit-learn and ``fake`` is noise;
-            ``cifar10`` and ``mnist`` are downloaded; ``imagenet``, ``folder`` and ``lfw`` are read from a folder with one
-            sub-folder for each class; ``lsun`` is read from its LMDB folders.
+        dataset: Which images. ``digits`` (handwritten ones, 8x8) comes with scikit-learn and ``fake`` is noise;
+            ``cifar10`` and ``mnist`` are downloaded; ``imagenet``, ``folder`` and ``lfw`` are read from a folder with
+            one sub-folder for each class; ``lsun`` is read from its LMDB folders.
         dataroot: The folder that holds the data, or that it is downloaded to.
         image_size: Side of the images.
         batch_size: Images in a batch.
@@ -78,7 +78,7 @@ class ImageData(pl.LightningDataModule):
         """Opens the data set in every process."""
         self.images = open_images(self.dataset, self.root, self.image_size, self.classes)
 
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Any]]:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled batches of ``(images, labels)``; images are ``(n, channels, image_size, image_size)`` in ±1."""
         return DataLoader(
             self.images,
@@ -121,7 +121,7 @@ def open_images(dataset: Name, root: Path, image_size: int, classes: str = "bedr
 
 
 def _transform(image_size: int, nc: int) -> Callable[[Any], Tensor]:
-    return transforms.Compose(
+    composed: Callable[[Any], Tensor] = transforms.Compose(
         [
             transforms.Resize(image_size),
             transforms.CenterCrop(image_size),
@@ -130,6 +130,7 @@ def _transform(image_size: int, nc: int) -> Callable[[Any], Tensor]:
             transforms.Normalize([0.5] * nc, [0.5] * nc),
         ]
     )
+    return composed
 
 
 def _digits(image_size: int) -> Images:
@@ -146,11 +147,12 @@ def _folder(dataset: str, root: Path, transform: Callable[[Any], Tensor]) -> Ima
     if not root.is_dir():
         raise InputError(f"{wanted}, and there is no folder {str(root)!r}. Name one with --dataroot. {NEEDS_NO_FILES}")
     try:
-        return datasets.ImageFolder(root, transform=transform)
+        images: Images = datasets.ImageFolder(root, transform=transform)
     except FileNotFoundError as error:
         raise InputError(
             f"{wanted}, and {str(root)!r} is not one: {error} Put images into sub-folders of it, one for all will do."
         ) from None
+    return images
 
 
 def _lsun(root: Path, classes: str, transform: Callable[[Any], Tensor]) -> Images:
@@ -160,25 +162,27 @@ def _lsun(root: Path, classes: str, transform: Callable[[Any], Tensor]) -> Image
             raise InputError(
                 f"LSUN has no class {name!r}. Name some of {', '.join(LSUN_CLASSES)}, separated by commas."
             )
-        if not (root / f"{name}_train_lmdb").is_dir():
+        if not (folder := root / f"{name}_train_lmdb").is_dir():
             raise InputError(
-                f"There is no folder {str(root / f'{name}_train_lmdb')!r}. LSUN is not downloaded: fetch and unpack it, and "
-                f"name the folder that holds its *_train_lmdb folders with --dataroot. {NEEDS_NO_FILES}"
+                f"There is no folder {str(folder)!r}. LSUN is not downloaded: fetch and unpack it, "
+                f"and name the folder that holds its *_train_lmdb folders with --dataroot. {NEEDS_NO_FILES}"
             )
     try:
-        return datasets.LSUN(str(root), classes=[f"{name}_train" for name in names], transform=transform)
+        images: Images = datasets.LSUN(str(root), classes=[f"{name}_train" for name in names], transform=transform)
     except ModuleNotFoundError:
         raise InputError(
             "LSUN is read with the package 'lmdb', which is not installed. Try pip install lmdb."
         ) from None
+    return images
 
 
 def _downloaded(dataset: str, root: Path, **options: Any) -> Images:
     kind = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[dataset]
     try:
-        return kind(root, train=True, **options)
+        images: Images = kind(root, train=True, **options)
     except (OSError, RuntimeError) as error:
         raise InputError(
             f"The data set {dataset!r} is not in {str(root)!r} and could not be downloaded: {error}. Try again with a "
             f"network, or name a folder that has it with --dataroot. {NEEDS_NO_FILES}"
         ) from None
+    return images

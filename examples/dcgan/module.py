@@ -1,7 +1,7 @@
 """The DCGAN as a LightningModule: manual optimization, two optimizers, three losses."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -74,8 +74,8 @@ class DCGAN(pl.LightningModule):
             raise InputError(f"accumulate={accumulate} cannot be used: it is a number of batches. Use 1 or more.")
         if accumulate > 1 and not toggle:
             raise InputError(
-                f"accumulate={accumulate} needs toggle=True: with both networks trainable, the generator's loss would add "
-                "its gradients to those the discriminator accumulates."
+                f"accumulate={accumulate} needs toggle=True: with both networks trainable, the generator's loss would "
+                "add its gradients to those the discriminator accumulates."
             )
         self.save_hyperparameters(ignore=["weights_g", "weights_d"])
         self.automatic_optimization = False
@@ -107,7 +107,7 @@ class DCGAN(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> None:
         """Trains both networks on one batch of ``(images, labels)``; labels are not used."""
         real = batch[0]
-        opt_d, opt_g = self.optimizers()  # type: ignore[union-attr, misc]
+        opt_d, opt_g = cast(list[LightningOptimizer], self.optimizers())
         last = (batch_idx + 1) % self.accumulate == 0 or self.trainer.is_last_batch
         # Made before anything is frozen, so that the generator's own pass can be used again for its loss.
         fake = self.netG(torch.randn(len(real), self.nz, 1, 1, device=self.device))
@@ -141,7 +141,7 @@ class DCGAN(pl.LightningModule):
 
     def _finish(self, optimizer: LightningOptimizer, clip: float | None, last: bool) -> None:
         if last and clip is not None:
-            self.clip_gradients(optimizer, gradient_clip_val=clip, gradient_clip_algorithm="norm")
+            self.clip_gradients(optimizer.optimizer, gradient_clip_val=clip, gradient_clip_algorithm="norm")
         if last:
             optimizer.step()
         if self.toggle:

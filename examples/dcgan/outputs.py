@@ -67,5 +67,6 @@ def summary(trainer: pl.Trainer, outf: str | Path) -> str:
         f"  {folder / f'amp_fake_samples_epoch_{epoch:03d}.png'}  what the generator draws now (one file an epoch)\n"
         f"  {folder / 'real_samples.png'}  what it learned from\n"
         f"  {metrics}  the losses; or run: tensorboard --logdir {folder / 'tensorboard'}\n"
-        f"Weights: {folder / f'netG_epoch_{epoch}.pth'} and netD; to go on: --ckpt_path {folder / 'checkpoints/last.ckpt'}"
+        f"Weights: {folder / f'netG_epoch_{epoch}.pth'} and netD_epoch_{epoch}.pth\n"
+        f"To go on: --ckpt_path {folder / 'checkpoints' / 'last.ckpt'}"
     )

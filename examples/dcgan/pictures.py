@@ -58,7 +58,7 @@ class Pictures(pl.Callback):
         model.netG.eval()
         try:
             with trainer.precision_plugin.forward_context():
-                return model(noise.to(model.device))
+                return model.forward(noise.to(model.device))
         finally:
             model.netG.train(training)
 
