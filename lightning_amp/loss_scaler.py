@@ -69,7 +69,7 @@ class LossScaler:
         self.first_bad = torch.full((), FIRST_BAD_NONE, dtype=torch.int32, device=state.device)
         # Views, so that a scale in hand is always the present one and costs no operation to get.
         self._now: tuple[Tensor | None, Tensor | None] = (None, None) if self._unscaled else (state[0], state[1])
-        self._backend = kernels.backend(state.device)
+        self.backend = kernels.backend(state.device)
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ class LossScaler:
         Args:
             loss: The loss before scaling, any shape, or None where only the gradients count.
         """
-        self._backend.update(self.state, self.first_bad, loss, self.rule)
+        self.backend.update(self.state, self.first_bad, loss, self.rule)
         self.attempts += 1
         self.version += 1
 
