@@ -107,6 +107,8 @@ def next_state(
         4.0
     """
     overflow = first_bad < FIRST_BAD_NONE
+    if overflow is False and (not rule.dynamic or state.clean + 1.0 < rule.growth_interval):
+        return state._replace(clean=state.clean + 1.0, streak=0.0)  # the host may leave out what cannot move
     fault = overflow & loss_finite if rule.excuse_loss else overflow
     clean = where(overflow, 0.0, state.clean + 1.0)
     hysteresis = where(fault, state.hysteresis - 1.0, state.hysteresis)
