@@ -17,6 +17,7 @@ from lightning_amp.loss_scaler import DEFAULT_KEY, GRAD_KEY, Key, LossScaler, Lo
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
 from lightning_amp.outcomes import LossAccount, Outcome, OutcomeRecord
+from lightning_amp.saved_state import read
 from lightning_amp.stepper import Stepper
 
 
@@ -207,8 +208,9 @@ class Engine:
         params = self.gradients.params(lists)
         extra = [t for t in inputs if isinstance(t, Tensor) and t.is_leaf and all(t is not p for p in params)]
         delay = delay_unscale and not self.config.master_weights
+        now = scaler.now().kept() if create_graph else scaler.now()  # a graph keeps it, and the scaler moves on
         with no_autocast(self._device.type):
-            window = self.gradients.begin(params + extra if extra else params, scaler.now(), delay=delay, hold=hold)
+            window = self.gradients.begin(params + extra if extra else params, now, delay=delay, hold=hold)
             try:
                 wide = _wide(loss)
                 yield wide if window.scale.scale is None else wide * window.scale.scale
@@ -219,21 +221,41 @@ class Engine:
         if self.config.patch_torch_functions and self.config.cache_casts != "step":
             torch.clear_autocast_cache()
 
-    def backward(self, loss: Tensor, run: Callable[..., Any] = torch.Tensor.backward, **kwargs: Any) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        run: Callable[..., Any] = torch.Tensor.backward,
+        *,
+        loss_id: int | None = None,
+        optimizers: Any = None,
+        delay_unscale: bool = False,
+        hold: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """Runs one backward pass; afterwards every gradient that can be seen is true.
 
         Args:
             loss: What to differentiate.
             run: Runs autograd on the scaled loss.
-            **kwargs: Those of `scaled_loss`; the others (``retain_graph``, ``gradient``, …) go to ``run``.
+            loss_id: As in `scaled_loss`.
+            optimizers: As in `scaled_loss`.
+            delay_unscale: As in `scaled_loss`.
+            hold: As in `scaled_loss`.
+            **kwargs: For ``run``: ``retain_graph``, ``gradient``, …
 
         Raises:
             ValueError: As `scaled_loss`.
         """
-        mine = {name: kwargs.pop(name) for name in ("loss_id", "optimizers", "delay_unscale", "hold") if name in kwargs}
         inputs = kwargs.get("inputs") or ()
-        inputs = [inputs] if isinstance(inputs, Tensor) else inputs
-        with self.scaled_loss(loss, create_graph=bool(kwargs.get("create_graph")), inputs=inputs, **mine) as scaled:
+        with self.scaled_loss(
+            loss,
+            loss_id=loss_id,
+            optimizers=optimizers,
+            delay_unscale=delay_unscale,
+            hold=hold,
+            create_graph=bool(kwargs.get("create_graph")),
+            inputs=[inputs] if isinstance(inputs, Tensor) else inputs,
+        ) as scaled:
             run(scaled, **kwargs)
 
     def unscale(self, optimizer: Any = None) -> None:
@@ -249,7 +271,7 @@ class Engine:
 
     def _ready(self, index: int) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the parameters of an optimizer that have a gradient, and the gradients, all true."""
-        params = self.gradients.lists()[index]
+        params = self.gradients.of(self.optimizers[index])
         self.gradients.collect_pending(owned=params)
         params = [p for p in params if p.grad is not None]
         return params, [p.grad for p in params if p.grad is not None]
@@ -312,7 +334,7 @@ class Engine:
         params, grads = self._ready(index)
         if not grads:
             stepper.idle()
-            self._alarm.hear(stepper.name, stepper.record, self.gradients.lists()[index])
+            self._alarm.hear(stepper.name, stepper.record, self.gradients.of(self.optimizers[index]))
             return None
         try:
             with no_autocast(self._device.type):
@@ -363,7 +385,7 @@ class Engine:
             The true gradients: float32 for half inputs, else in the dtype of the input; None where unused.
         """
         scaler = self.scalers.get(GRAD_KEY)
-        scale = scaler.now()
+        scale = scaler.now().kept()  # the graph keeps it, and the scaler moves on
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         with no_autocast(self._device.type):
             scaled = [o if scale.scale is None else _wide(o) * scale.scale for o in outputs]
@@ -445,7 +467,7 @@ class Engine:
         Raises:
             CheckpointError: It is damaged or of no known format; nothing is taken over.
         """
-        fitted = checkpoint.fit(checkpoint.read(state, name), self.config, self._num_losses, len(self.optimizers))
+        fitted = checkpoint.fit(read(state, name), self.config, self._num_losses, len(self.optimizers))
         self.scalers.replace(fitted.scalers)
         for stepper, record in zip(self._steppers, fitted.optimizers, strict=False):
             stepper.record.load_state_dict(record)

@@ -1,6 +1,6 @@
 """Loss scalers: one per key, its state on the device, moved on once per backward pass (or delayed window)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,11 @@ DEFAULT_KEY: Key = ("default", ())
 GRAD_KEY: Key = ("grad", ())
 GRAD_START = 2.0**10
 """Where the scale of `Engine.grad` starts at the most: a raw half output takes no factor beyond 65,504."""
+
+
+def name_of(key: Key) -> str:
+    """Returns a key as one word: ``loss_0``, ``optimizer_0_1``, ``default``."""
+    return "_".join([key[0], *map(str, key[1])])
 
 
 class Scale(NamedTuple):
@@ -73,8 +78,8 @@ class LossScaler:
 
     @property
     def name(self) -> str:
-        """The key as one word: ``loss_0``, ``optimizer_0_1``, ``default``."""
-        return "_".join([self.key[0], *map(str, self.key[1])])
+        """The key as one word."""
+        return name_of(self.key)
 
     def now(self) -> Scale:
         """Returns the scale of a backward pass that starts now."""
@@ -123,21 +128,15 @@ class LossScaler:
         """Returns scale, counters and totals as plain numbers: one host synchronisation."""
         return {**self.read()._asdict(), "attempts": self.attempts}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave; a dynamic scale is brought inside this scaler's bounds.
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Takes over what `state_dict` gave.
 
         Args:
-            state: Numbers by name; names that are missing keep their present value.
+            state: All of it, made to fit this scaler's settings (see `lightning_amp.checkpoint`).
         """
-        values = self.read()._asdict()
-        values |= {name: float(state[name]) for name in values.keys() & state.keys()}
-        if not self.rule.dynamic:
-            values["scale"] = self.read().scale
-        else:
-            values["scale"] = min(max(values["scale"], self.rule.min_scale), self.rule.max_scale)
-        values["inv_scale"] = 1.0 / values["scale"]
-        self.state.copy_(torch.tensor(list(values.values()), dtype=torch.float32))
-        self.attempts = int(state.get("attempts", self.attempts))
+        values = [float(state[name]) for name in ScaleState._fields]
+        self.state.copy_(torch.tensor(values, dtype=torch.float32))
+        self.attempts = int(state["attempts"])
         self.version += 1
 
 
@@ -173,6 +172,8 @@ class LossScalers:
         return scaler
 
     def _cover(self, key: Key) -> LossScaler | None:
+        if key[0] == "loss":
+            return self._scalers.get(DEFAULT_KEY)
         if key[0] != "optimizer":
             return None
         wanted = set(key[1])
@@ -185,16 +186,13 @@ class LossScalers:
         for scaler in self:
             scaler.to(device)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns every scaler's state by name: one host synchronisation each."""
-        return {scaler.name: scaler.state_dict() for scaler in self}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave, making the scalers that are not there yet.
+    def replace(self, states: Mapping[Key, Mapping[str, float]]) -> None:
+        """Puts these scalers in place of all there are.
 
         Args:
-            state: Scaler states by name.
+            states: What each loads, by key.
         """
-        for name, values in state.items():
-            kind, *indices = name.split("_")
-            self.get((kind, tuple(map(int, indices)))).load_state_dict(values)
+        self._scalers = {}
+        for key, state in states.items():
+            self._scalers[key] = LossScaler(key, self._config, self._device)
+            self._scalers[key].load_state_dict(state)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,11 +116,20 @@ class OutcomeRecord:
         unknown = int(self._deferred is not None)
         return self._calls + unknown, self._moves + unknown
 
-    def load_counts(self, counts: dict[str, int]) -> None:
-        """Takes over totals that were saved, by the outcome's value.
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the totals by the outcome's value, the latest outcome and its streak; waits as `latest` does."""
+        self.settle()
+        latest = None if self._latest is None else self._latest.value
+        return {**{o.value: n for o, n in self._counts.items()}, "latest": latest, "streak": self._streak}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave.
 
         Args:
-            counts: As ``{outcome.value: n}``; names that are not outcomes are ignored.
+            state: The totals at least; without the latest outcome there is none yet.
         """
         self.settle()
-        self._counts = {outcome: int(counts.get(outcome.value, 0)) for outcome in Outcome}
+        self._counts = {outcome: int(state[outcome.value]) for outcome in Outcome}
+        latest = state.get("latest")
+        self._latest = None if latest is None else Outcome(latest)
+        self._streak = int(state.get("streak", 0))

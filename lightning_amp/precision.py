@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
@@ -17,12 +18,14 @@ from typing_extensions import override
 
 from lightning_amp.autocast import cache_is_sound
 from lightning_amp.casting import Conversion, explained_dtype_errors
+from lightning_amp.checkpoint import grad_scaler_state
 from lightning_amp.engine import Engine
 from lightning_amp.kernels.reference import HALF_DTYPES
-from lightning_amp.loss_scaler import LossScalers
+from lightning_amp.loss_scaler import LossScalers, name_of
 from lightning_amp.master_weights import MasterWeights, merged
 from lightning_amp.opt_levels import resolve
 from lightning_amp.outcomes import LossAccount, Outcome
+from lightning_amp.saved_state import GRAD_SCALER_ENTRIES, Saved, find, read
 from lightning_amp.schedulers import SkipAwareScheduler
 
 _SUPPORTED_STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
@@ -120,7 +123,8 @@ class AmpPrecision(Precision):
         self._conversion: Conversion | None = None
         self._scalers: LossScalers | None = None
         self._engine: Engine | None = None
-        self._loaded: dict[str, Any] = {}
+        self._loaded: tuple[str, Any] | None = None
+        self._stage: TrainerFn | None = None
         self._device_type = "cpu"
         self._cache = False
         self._said = False
@@ -156,14 +160,17 @@ class AmpPrecision(Precision):
         # Lightning's summary counts 32 bits a weight where it does not know the name, and warns: here that is right.
         warnings.filterwarnings("ignore", rf"Precision {self.precision} is not supported by the model summary")
         device = strategy.root_device
+        self._stage = inner.trainer.state.fn
         if self.config.passive:
+            self._take_loaded()
             self._say(device)
             return model, optimizers, lr_schedulers
         self._refuse_lbfgs(optimizers)
         self._device_type = device.type
         self._cache = bool(self.config.cache_casts) and cache_is_sound(device.type)
-        if self._engine is not None:
-            self._engine.close()
+        before = self._engine
+        if before is not None:
+            before.close()
         if self._scalers is None:
             self._scalers = LossScalers(self.config.for_processes(inner.trainer.world_size), device)
         self._engine = Engine(
@@ -181,14 +188,19 @@ class AmpPrecision(Precision):
         if isinstance(model, DistributedDataParallel):
             self._engine.gradients.in_place = not model.gradient_as_bucket_view
             self._masters.broadcast()  # DDP brings the half weights in line, and knows of nothing else
+        if optimizers and before is not None and list(map(id, before.optimizers)) == list(map(id, optimizers)):
+            self._engine.load_state_dict(before.state_dict())  # an evaluation after `fit` forgets nothing
         if self._hold_schedulers:
             for config in lr_schedulers:
                 self._hold(config)
-        if optimizers and self._loaded:
-            self._engine.load_state_dict(self._loaded)
-            self._loaded = {}
+        self._take_loaded()
         self._say(device)
         return model, optimizers, lr_schedulers
+
+    def _take_loaded(self) -> None:
+        if self._loaded is not None and self._stage is TrainerFn.FITTING:
+            loaded, self._loaded = self._loaded, None
+            self._resume(*loaded)
 
     def _hold(self, config: Any) -> None:
         optimizer = getattr(config.scheduler, "optimizer", None)
@@ -228,6 +240,7 @@ class AmpPrecision(Precision):
             self._conversion.undo()
             self._conversion = None
         self._said = False
+        self._stage = None
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
@@ -404,11 +417,47 @@ class AmpPrecision(Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._engine is None else {"version": 1, **self._engine.state_dict()}
+        return {} if self._engine is None else self._engine.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._engine is not None and self._engine.optimizers:
-            self._engine.load_state_dict(state_dict)
+        """Goes on from a saved state, with the training under way or, outside `fit`, with the next.
+
+        Args:
+            state_dict: From `state_dict`, Apex's ``amp.state_dict()`` or a `torch.amp.GradScaler`. What does not fit
+                is told in one warning.
+
+        Raises:
+            CheckpointError: It is damaged or of no known format; nothing is taken over.
+        """
+        self._resume(type(self).__qualname__, state_dict)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what Lightning's own mixed precision looks for, should it go on from here."""
+        state = grad_scaler_state(self._scalers or (), self.config.rule)
+        if state:
+            checkpoint.setdefault(GRAD_SCALER_ENTRIES[0], state)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Looks for a state under other names than this class's; Lightning itself hands over that one."""
+        if type(self).__qualname__ not in checkpoint:
+            self._resume(*find(checkpoint, type(self).__qualname__))
+
+    def _resume(self, name: str, state: Any) -> None:
+        if self._stage not in (None, TrainerFn.FITTING):  # evaluation has no use for it, and fit may go on afterwards
+            return
+        saved = read(state, name)
+        if self._stage is None:
+            self._loaded = (name, state)
+            return
+        if self.config.passive:
+            left_out = [f"the scale of {name_of(key)}: dropped, there is none at O0" for key in saved.scalers]
+        elif saved == Saved() and list(self.engine.scalers):  # handed over before `fit`, where the checkpoint has none
+            return
         else:
-            self._loaded = state_dict
+            left_out = self.engine.load_state_dict(state, name)
+        if left_out:
+            lines = "".join(f"\n  {line}" for line in left_out)
+            rank_zero_warn(f"AmpPrecision went on from a checkpoint that does not fit in full:{lines}")
