@@ -1,7 +1,7 @@
 """Opt levels: named recipes that fill one frozen config, and the one check that looks at the whole."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ KeepFp32 = str | type[nn.Module] | Callable[[nn.Module, str], bool]
 
 LEVELS = ("O0", "O1", "O2", "O3")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+SCALE_RANGE = (2.0**-126, 2.0**126)
+"""A scale is a float32, and so is its inverse."""
 
 
 class AmpConfigError(ValueError):
@@ -142,7 +144,7 @@ def resolve(
         cache_casts: True, ``"step"`` or False; see `AmpConfig`.
         init_scale: Where a dynamic scale starts.
         growth_factor: See `ScaleRule`, as for the following.
-        backoff_factor: At least 0, below 1.
+        backoff_factor: Above 0, below 1.
         growth_interval: At least 1.
         min_loss_scale: 2^-14 where not given.
         max_loss_scale: At least ``min_loss_scale``.
@@ -166,7 +168,7 @@ def resolve(
         "patch_torch_functions": _flag("patch_torch_functions", patch_torch_functions),
         "keep_batchnorm_fp32": _flag("keep_batchnorm_fp32", keep_batchnorm_fp32),
         "master_weights": _flag("master_weights", master_weights),
-        "loss_scale": _scale(loss_scale),
+        "loss_scale": _loss_scale(loss_scale),
         "cast_model_outputs": (
             None if cast_model_outputs is None else _dtype("cast_model_outputs", cast_model_outputs, wide)
         ),
@@ -178,11 +180,11 @@ def resolve(
         values["cast_model_type"] = None
     rule = ScaleRule(
         dynamic=values["loss_scale"] == "dynamic",
-        growth_factor=_number("growth_factor", growth_factor, low=1.0, strict=True),
-        backoff_factor=_number("backoff_factor", backoff_factor, high=1.0, strict=True),
+        growth_factor=_number("growth_factor", growth_factor, low=1.0),
+        backoff_factor=_number("backoff_factor", backoff_factor, high=1.0),
         growth_interval=_count("growth_interval", growth_interval),
-        min_scale=_number("min_loss_scale", 2.0**-14 if min_loss_scale is None else min_loss_scale, strict=True),
-        max_scale=_number("max_loss_scale", max_loss_scale, strict=True),
+        min_scale=_scale("min_loss_scale", 2.0**-14 if min_loss_scale is None else min_loss_scale),
+        max_scale=_scale("max_loss_scale", max_loss_scale),
         hysteresis=_count("hysteresis", hysteresis),
     )
     if cache_casts not in (True, False, "step"):
@@ -192,7 +194,7 @@ def resolve(
         dtype=half,
         keep_fp32=_keep(keep_fp32),
         cache_casts=cache_casts,
-        init_scale=_number("init_scale", init_scale, strict=True),
+        init_scale=_scale("init_scale", init_scale),
         rule=rule,
         **values,
     )
@@ -228,21 +230,31 @@ def _flag(name: str, value: Any) -> bool | None:
     raise AmpConfigError(f"{name}={value!r} cannot be used. Use True, False or None (what the level sets).")
 
 
-def _scale(value: Any) -> float | str | None:
+def _loss_scale(value: Any) -> float | str | None:
     if value is None or value == "dynamic":
         return value  # type: ignore[no-any-return]
     try:
-        return _number("loss_scale", float(value), strict=True)
-    except (TypeError, ValueError):
+        return _scale("loss_scale", float(value) if isinstance(value, str) else value)
+    except ValueError:
         raise AmpConfigError(
-            f"loss_scale={value!r} cannot be used. Use 'dynamic', a positive finite number, or None (what the level "
-            "sets)."
+            f"loss_scale={value!r} cannot be used. Use 'dynamic', a positive number (2^-126 to 2^126), or None "
+            "(what the level sets)."
         ) from None
 
 
-def _number(name: str, value: float, low: float = 0.0, high: float = math.inf, strict: bool = False) -> float:
-    fits = low < value < high if strict else low <= value <= high
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not fits:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _scale(name: str, value: Any) -> float:
+    low, high = SCALE_RANGE
+    if not _is_number(value) or not low <= value <= high:
+        raise AmpConfigError(f"{name}={value!r} cannot be used. Use a positive number (2^-126 to 2^126).")
+    return float(value)
+
+
+def _number(name: str, value: Any, low: float = 0.0, high: float = math.inf) -> float:
+    if not _is_number(value) or not low < value < high:
         bound = "" if high == math.inf else f" and below {high:g}"
         raise AmpConfigError(f"{name}={value!r} cannot be used. Use a finite number above {low:g}{bound}.")
     return float(value)
@@ -257,9 +269,10 @@ def _count(name: str, value: int) -> int:
 def _keep(keep: Any) -> tuple[KeepFp32, ...]:
     if keep is None:
         return ()
-    entries = tuple(keep) if isinstance(keep, Sequence) and not isinstance(keep, str) else (keep,)
+    single = isinstance(keep, (str, nn.Module)) or not isinstance(keep, Iterable)
+    entries = (keep,) if single else tuple(keep)
     for entry in entries:
-        if not (isinstance(entry, str) or callable(entry)):
+        if isinstance(entry, nn.Module) or not (isinstance(entry, str) or callable(entry)):
             raise AmpConfigError(
                 f"keep_fp32 holds {entry!r}. Use module types, their names ('LayerNorm'), name patterns ('decoder.*') "
                 "or predicates (module, name) -> bool."
