@@ -17,39 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from lightning_amp.batches import cast
 from lightning_amp.master_weights import MasterWeights, merged
 from lightning_amp.opt_levels import AmpConfig, KeepFp32
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Casts every floating tensor in a tree of tuples, lists and dicts; everything else is returned as it is.
-
-    Args:
-        value: A tensor, a container, or anything else.
-        dtype: The dtype to cast to.
-
-    Returns:
-        The same tree with the same types; the very same object where there was nothing to cast.
-
-    Example:
-        >>> cast({"x": torch.ones(1), "label": torch.ones(1, dtype=torch.int64)}, torch.float16)["x"].dtype
-        torch.float16
-    """
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (tuple, list)):
-        items = [cast(item, dtype) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        cast_items = {key: cast(item, dtype) for key, item in value.items()}
-        if all(cast_items[key] is item for key, item in value.items()):
-            return value
-        copy = value.copy()
-        copy.update(cast_items)
-        return copy
-    return value
 
 
 def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:

@@ -1,0 +1,167 @@
+"""Casts of whole batches: every floating tensor in a tree, whatever the tree is made of."""
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), type, torch.dtype, torch.device)
+
+_registered: dict[type, Callable[[Any, torch.dtype], Any]] = {}
+
+
+def register_batch_type(cls: type[T], convert: Callable[[T, torch.dtype], T]) -> None:
+    """Says how batches of a class are cast; goes before everything else `cast` knows, for subclasses too.
+
+    Args:
+        cls: A class of yours or of a library's, also a subclass of Tensor or of a mapping.
+        convert: Returns a cast copy of the batch, or the batch itself to have it left alone. A later registration for
+            the same class replaces it.
+
+    Raises:
+        TypeError: ``cls`` is no class or ``convert`` cannot be called.
+
+    Example:
+        >>> class Boxes:
+        ...     def __init__(self, corners):
+        ...         self.corners = corners
+        >>> register_batch_type(Boxes, lambda boxes, dtype: Boxes(boxes.corners.to(dtype)))
+        >>> cast(Boxes(torch.ones(4)), torch.float16).corners.dtype
+        torch.float16
+    """
+    if not isinstance(cls, type) or not callable(convert):
+        raise TypeError(
+            f"register_batch_type({cls!r}, {convert!r}) cannot be used. Give a class, and a function "
+            "(value, dtype) -> value that returns a cast copy."
+        )
+    _registered[cls] = convert
+
+
+def cast(value: Any, dtype: torch.dtype, doubles: bool = True) -> Any:
+    """Casts every floating tensor in a tree; everything else, and the tree itself, is left as it is.
+
+    Looked into are lists, tuples (named ones and `PackedSequence` too), mappings of any type, and dataclasses (frozen
+    ones too). Any other object that has a ``to`` converts itself: a copy of it is asked with ``to(dtype)``, and integer
+    fields that it turned into floats are put back. NumPy arrays, strings and modules are no tensors and stay.
+
+    Args:
+        value: A tensor, a container, or anything else.
+        dtype: The dtype to cast to.
+        doubles: Whether float64 tensors are cast too, as those of a batch are.
+
+    Returns:
+        The same tree with the same types; the very same object where there was nothing to cast.
+
+    Raises:
+        TypeError: A container of a class of its own cannot be rebuilt; `register_batch_type` tells how.
+
+    Example:
+        >>> cast({"x": torch.ones(1), "label": torch.ones(1, dtype=torch.int64)}, torch.float16)["x"].dtype
+        torch.float16
+    """
+    if _registered:
+        for cls in type(value).__mro__:
+            if cls in _registered:
+                return _registered[cls](value, dtype)
+    if isinstance(value, Tensor):
+        wanted = value.is_floating_point() and (doubles or value.dtype is not torch.float64)
+        return value.to(dtype) if wanted else value
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (tuple, list)):
+        return _cast_sequence(value, dtype, doubles)
+    if isinstance(value, Mapping):
+        return _cast_mapping(value, dtype, doubles)
+    if isinstance(value, nn.Module):
+        return value
+    if callable(getattr(value, "to", None)):
+        return _cast_by_itself(value, dtype)
+    if dataclasses.is_dataclass(value):
+        return _cast_dataclass(value, dtype, doubles)
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a tree of tuples, lists and mappings.
+
+    Args:
+        value: A tensor, a container, or anything else.
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
+
+
+def _cast_sequence(value: Any, dtype: torch.dtype, doubles: bool) -> Any:
+    items = [cast(item, dtype, doubles) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    return _rebuilt(value, items)
+
+
+def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype, doubles: bool) -> Any:
+    items = {key: cast(item, dtype, doubles) for key, item in value.items()}
+    if all(items[key] is item for key, item in value.items()):
+        return value
+    if not isinstance(value, (dict, UserDict)):
+        return _rebuilt(value, items)
+    new = copy.copy(value)  # keeps what such classes hold besides their items, a default factory say
+    for key, item in items.items():
+        new[key] = item
+    return new
+
+
+def _rebuilt(value: Any, items: Any) -> Any:
+    try:
+        return type(value)(items)
+    except TypeError as error:
+        name = type(value).__name__
+        raise TypeError(
+            f"A {name} holds tensors to cast, and {name}(items) does not make another one ({error}). Tell how with "
+            f"register_batch_type({name}, lambda value, dtype: ...)."
+        ) from error
+
+
+def _cast_dataclass(value: Any, dtype: torch.dtype, doubles: bool) -> Any:
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    items = {name: cast(item, dtype, doubles) for name, item in fields.items()}
+    changed = {name: item for name, item in items.items() if item is not fields[name]}
+    if not changed:
+        return value
+    new = copy.copy(value)  # no second __init__, which may want other arguments than the fields
+    for name, item in changed.items():
+        object.__setattr__(new, name, item)  # a frozen one refuses the usual way
+    return new
+
+
+def _cast_by_itself(value: Any, dtype: torch.dtype) -> Any:
+    try:
+        # The copy is asked, because some convert themselves in place, and targets in the batch are to stay as they are.
+        twin = copy.copy(value)
+        new = twin.to(dtype)
+    except (TypeError, ValueError, AttributeError):
+        return value  # its `to` takes no dtype; what reaches a module is cast there
+    new = twin if new is None else new
+    if type(new) is type(value):
+        for name, old in _attributes(value).items():
+            if _integers(getattr(new, name, None)) != _integers(old):
+                object.__setattr__(new, name, cast(old, dtype))
+    return new
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)]
+    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+
+
+def _integers(value: Any) -> list[torch.dtype]:
+    return [t.dtype for t in tensors_in(value) if not t.is_floating_point()]

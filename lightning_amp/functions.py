@@ -1,0 +1,222 @@
+"""Functions of one's own under O1: which run in half, which in float32, and which in the widest dtype they are given.
+
+A function is cast where autocast is on for its tensors, and only there: inside a training at O1 (or with
+``patch_torch_functions``), not inside `disable_casts`, not in a step. Decorated functions look for themselves;
+registered ones are wrapped where they live for as long as a training needs them.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lightning_amp.autocast import no_autocast
+from lightning_amp.batches import cast, tensors_in
+from lightning_amp.cast_lists import CPU_CASTS, Kind
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+Place = tuple[Any, str]
+"""A module or class, and a name in it."""
+
+
+class _Registry:
+    """The functions registered in this process.
+
+    Attributes:
+        kinds: How each is cast.
+        users: How many trainings have them wrapped now.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[Place, Kind] = {}
+        self.users = 0
+
+
+registry = _Registry()
+
+
+def half_function(function: Fn) -> Fn:
+    """Has a function run in half under O1: its float32 tensors are cast, also inside containers and keywords.
+
+    Autocast stays on inside it.
+
+    Args:
+        function: Any function; generators, modules and other arguments that hold no tensor are handed on.
+
+    Example:
+        >>> @half_function
+        ... def double(x):
+        ...     return x + x
+        >>> with torch.autocast("cpu", torch.float16):
+        ...     double(torch.ones(1)).dtype
+        torch.float16
+    """
+    return wrapped(function, "half")
+
+
+def float_function(function: Fn) -> Fn:
+    """Has a function run in float32 under O1: its half tensors are cast, and autocast is off inside it.
+
+    Args:
+        function: As in `half_function`.
+    """
+    return wrapped(function, "float")
+
+
+def promote_function(function: Fn) -> Fn:
+    """Has a function run, under O1, in the widest floating dtype among its tensors.
+
+    Args:
+        function: As in `half_function`.
+    """
+    return wrapped(function, "promote")
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """As `half_function`, for a function that cannot be decorated; before training starts.
+
+    Args:
+        module: The module or class that has it.
+        name: Its name there.
+
+    Raises:
+        ValueError: There is no such function.
+        RuntimeError: A training that casts functions is under way.
+
+    Example:
+        >>> register_half_function(torch.nn.functional, "hardswish")
+    """
+    _register(module, name, "half")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """As `float_function`, for a function that cannot be decorated; see `register_half_function`."""
+    _register(module, name, "float")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """As `promote_function`, for a function that cannot be decorated; see `register_half_function`."""
+    _register(module, name, "promote")
+
+
+def _register(module: Any, name: str, kind: Kind) -> None:
+    where = f"register_{kind}_function({getattr(module, '__name__', module)}, {name!r})"
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{where}: there is no such function. Give a module or class, and the function's name in it.")
+    if registry.users:
+        raise RuntimeError(
+            f"{where} comes too late: a training that casts functions is under way. Register before it starts "
+            "(before amp.initialize, or before Trainer.fit)."
+        )
+    registry.kinds[module, name] = kind
+
+
+def find_function(path: str) -> Place:
+    """Finds a function by its dotted name, as a YAML file has it.
+
+    Args:
+        path: ``"package.module.function"`` or ``"package.module.Class.method"``.
+
+    Raises:
+        ValueError: There is no such function.
+
+    Example:
+        >>> find_function("torch.nn.functional.gelu")[1]
+        'gelu'
+    """
+    *owners, name = path.split(".")
+    for n in range(len(owners), 0, -1):
+        try:
+            owner = importlib.import_module(".".join(owners[:n]))
+        except ModuleNotFoundError:
+            continue
+        owner = functools.reduce(lambda found, part: getattr(found, part, None), owners[n:], owner)
+        if callable(getattr(owner, name, None)):
+            return owner, name
+        break
+    raise ValueError(f"There is no function {path!r}. Give its full dotted name, such as 'my_package.ops.fused_bias'.")
+
+
+# What a wrapper does
+
+
+def wrapped(function: Fn, kind: Kind) -> Fn:
+    """Returns the function with its tensors cast wherever autocast is on for them.
+
+    Args:
+        function: Any function.
+        kind: How they are cast.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = autocast_device(args, kwargs)
+        if device is None:
+            return function(*args, **kwargs)
+        args, kwargs = _cast_arguments(kind, device, args, kwargs)
+        with no_autocast(device) if kind == "float" else nullcontext():
+            return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def autocast_device(args: Any, kwargs: Any) -> str | None:
+    """Returns the device type of the first floating tensor among the arguments for which autocast is on, or None."""
+    for tensor in tensors_in((args, kwargs)):
+        if tensor.is_floating_point() and torch.is_autocast_enabled(tensor.device.type):
+            return tensor.device.type
+    return None
+
+
+def _cast_arguments(kind: Kind, device: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    dtype = torch.float32 if kind == "float" else torch.get_autocast_dtype(device)
+    if kind == "promote":
+        dtypes = {t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}
+        if len(dtypes) < 2:
+            return args, kwargs
+        dtype = functools.reduce(torch.promote_types, dtypes)
+    return cast(args, dtype, doubles=False), cast(kwargs, dtype, doubles=False)
+
+
+# A region of autocast that means the same on every device
+
+
+class CpuCasts(TorchFunctionMode):
+    """Adds to the CPU's autocast what CUDA's casts besides; where autocast is off it does nothing."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = CPU_CASTS.get(func)
+        if kind is None or not torch.is_autocast_enabled("cpu") or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        args, kwargs = _cast_arguments(kind, "cpu", args, kwargs)
+        with no_autocast("cpu"):  # as on CUDA, where nothing inside a listed function is cast again
+            return func(*args, **kwargs)
+
+
+def listed_casts(device_type: str) -> AbstractContextManager[Any]:
+    """Returns a context in which autocast, where it is on, casts the same functions on every device.
+
+    Args:
+        device_type: As in `torch.autocast`.
+    """
+    return CpuCasts() if device_type == "cpu" else nullcontext()
+
+
+@contextmanager
+def casts(device_type: str, dtype: torch.dtype, cache: bool) -> Iterator[None]:
+    """Casts functions inside the block as O1 does.
+
+    Args:
+        device_type: As in `torch.autocast`.
+        dtype: The half type.
+        cache: Whether a weight's half copy is kept for its next use.
+    """
+    with torch.autocast(device_type, dtype, cache_enabled=cache), listed_casts(device_type):
+        yield
