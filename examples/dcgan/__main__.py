@@ -8,20 +8,16 @@ from examples.dcgan.errors import InputError
 from lightning_amp import AmpConfigError
 
 
-def main(args: list[str]) -> None:
-    """Runs the command.
-
-    Args:
-        args: The command line, without the program's name.
-    """
+def main() -> None:
+    """Runs the command that stands in `sys.argv`."""
     try:
-        if args and args[0] in DCGANCLI.subcommands():
-            DCGANCLI(args)
+        if sys.argv[1:2] == ["fit"]:
+            DCGANCLI()
         else:
-            flags.run(args)
+            flags.run()
     except (InputError, AmpConfigError) as error:
         sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -17,13 +17,9 @@ Level = Literal["O0", "O1", "O2", "O3"]
 
 
 class DCGANCLI(LightningCLI):
-    """LightningCLI over `DCGAN` and `ImageData`; every configuration is read over ``configs/dcgan/base.yaml``.
+    """LightningCLI over `DCGAN` and `ImageData`; every configuration is read over ``configs/dcgan/base.yaml``."""
 
-    Args:
-        args: The command line, without the program's name.
-    """
-
-    def __init__(self, args: list[str]) -> None:
+    def __init__(self) -> None:
         super().__init__(
             DCGAN,
             ImageData,
@@ -31,7 +27,6 @@ class DCGANCLI(LightningCLI):
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"fit": {"default_config_files": [str(BASE)]}},
-            args=args,
         )
 
     @staticmethod

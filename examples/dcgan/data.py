@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision import datasets
 from torchvision.transforms import v2 as transforms
 
-from examples.dcgan.errors import InputError
+from examples.dcgan.errors import InputError, reason
 
 Name = Literal["digits", "cifar10", "lsun", "mnist", "imagenet", "folder", "lfw", "fake"]
 Images = Dataset[Any]
@@ -150,7 +150,8 @@ def _folder(dataset: str, root: Path, transform: Callable[[Any], Tensor]) -> Ima
         images: Images = datasets.ImageFolder(root, transform=transform)
     except FileNotFoundError as error:
         raise InputError(
-            f"{wanted}, and {str(root)!r} is not one: {error} Put images into sub-folders of it, one for all will do."
+            f"{wanted}, and {str(root)!r} is not one: {reason(error)} Put images into sub-folders "
+            "of it, one for all will do."
         ) from None
     return images
 
@@ -182,7 +183,7 @@ def _downloaded(dataset: str, root: Path, **options: Any) -> Images:
         images: Images = kind(root, train=True, **options)
     except (OSError, RuntimeError) as error:
         raise InputError(
-            f"The data set {dataset!r} is not in {str(root)!r} and could not be downloaded: {error}. Try again with a "
-            f"network, or name a folder that has it with --dataroot. {NEEDS_NO_FILES}"
+            f"The data set {dataset!r} is not in {str(root)!r} and could not be downloaded: {reason(error)} "
+            f"Try again with a network, or name a folder that has it with --dataroot. {NEEDS_NO_FILES}"
         ) from None
     return images

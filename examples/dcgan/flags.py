@@ -83,15 +83,11 @@ def train(
     return trainer
 
 
-def run(args: list[str]) -> None:
-    """Parses the flags and trains.
-
-    Args:
-        args: The command line, without the program's name.
-    """
+def run() -> None:
+    """Parses the command line and trains."""
     parser = ArgumentParser(prog="python -m examples.dcgan", description="Trains a DCGAN in mixed precision.")
     parser.add_function_arguments(train, skip={"loss_scale"})
     parser.add_argument(
         "--loss-scale", "--loss_scale", type=float | Literal["dynamic"] | None, help="A number, or dynamic."
     )
-    train(**vars(parser.parse_args(args)))
+    train(**vars(parser.parse_args()))

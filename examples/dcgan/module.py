@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Adam, Optimizer
 
-from examples.dcgan.errors import InputError
+from examples.dcgan.errors import InputError, reason
 from examples.dcgan.networks import Discriminator, Generator
 from lightning_amp import AmpPrecision
 
@@ -168,6 +168,6 @@ def load_weights(network: nn.Module, file: Path) -> None:
         network.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     except RuntimeError as error:
         raise InputError(
-            f"The weights in {str(file)!r} do not fit this {kind}: {error} Use the sizes they were trained with "
-            "(imageSize, nz, ngf, ndf, and the data set's channels)."
+            f"The weights in {str(file)!r} do not fit this {kind}: {reason(error)} Use the sizes they were trained "
+            "with (imageSize, nz, ngf, ndf, and the data set's channels)."
         ) from None
