@@ -88,7 +88,12 @@ class Gradients:
 
     def lists(self) -> list[list[Tensor]]:
         """Returns each optimizer's parameters, read from its ``param_groups`` now."""
-        return [[p for group in o.param_groups for p in group["params"]] for o in self.optimizers]
+        return [self.of(o) for o in self.optimizers]
+
+    @staticmethod
+    def of(optimizer: Any) -> list[Tensor]:
+        """Returns an optimizer's parameters, read from its ``param_groups`` now."""
+        return [p for group in optimizer.param_groups for p in group["params"]]
 
     def params(self, lists: list[list[Tensor]]) -> list[Tensor]:
         """Returns every parameter once, those of no optimizer last.

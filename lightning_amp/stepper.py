@@ -1,7 +1,7 @@
 """One optimizer: its hooks, the loan of its masters, and a step that a non-finite gradient cannot pass."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 from lightning_amp.kernels.reference import HALF_DTYPES, Reading
 from lightning_amp.master_weights import Loan, MasterWeights
 from lightning_amp.outcomes import Outcome, OutcomeRecord
+
+_NOTHING_LENT = nullcontext()
 
 
 class Stepper:
@@ -91,7 +93,7 @@ class Stepper:
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Has the optimizer hold the masters inside the block; the half weights are refreshed on leaving."""
-        if self._loan is not None or not self._masters.lend_to_optimizers:
+        if self._loan is not None:
             yield
             return
         self._loan = self._masters.lend(self.optimizer)
@@ -134,7 +136,7 @@ class Stepper:
     def _call(self, kwargs: dict[str, Any]) -> Any:
         self._stepping = True
         try:
-            with self.lent():
+            with self.lent() if self._masters.lend_to_optimizers else _NOTHING_LENT:
                 return self.optimizer.step(**kwargs)
         finally:
             self._stepping = False
