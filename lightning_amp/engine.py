@@ -264,8 +264,10 @@ class Engine:
         Args:
             optimizer: The one they are wanted for, or None for all.
         """
+        if not self.gradients.pending:
+            return
         chosen = self.optimizers if optimizer is None else [self.optimizers[self.index(optimizer)]]
-        self.gradients.collect_pending(owned=[p for o in chosen for group in o.param_groups for p in group["params"]])
+        self.gradients.collect_pending(owned=[p for o in chosen for p in self.gradients.of(o)])
 
     # One step
 

@@ -86,6 +86,11 @@ class Gradients:
         self._all: list[Tensor] = []
         self._pending: list[Pending] = []
 
+    @property
+    def pending(self) -> bool:
+        """Whether any gradient still carries a scale, or did until it was replaced."""
+        return bool(self._pending)
+
     def lists(self) -> list[list[Tensor]]:
         """Returns each optimizer's parameters, read from its ``param_groups`` now."""
         return [self.of(o) for o in self.optimizers]
@@ -119,8 +124,9 @@ class Gradients:
         Returns:
             The pass under way; its ``scale`` is the one to use.
         """
-        scale = next((pending.scale for pending in self._pending if pending.held), scale)
-        self.collect_pending(keep=scale)
+        if self._pending:
+            scale = next((pending.scale for pending in self._pending if pending.held), scale)
+            self.collect_pending(keep=scale)
         live = params if self.reducing and not hold else [p for p in params if p.requires_grad]
         olds = [p.grad for p in live]
         versions: list[int] = []

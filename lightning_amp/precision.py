@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -123,6 +123,7 @@ class AmpPrecision(Precision):
         self._conversion: Conversion | None = None
         self._scalers: LossScalers | None = None
         self._engine: Engine | None = None
+        self._ddp: DistributedDataParallel | None = None
         self._loaded: tuple[str, Any] | None = None
         self._stage: TrainerFn | None = None
         self._device_type = "cpu"
@@ -185,8 +186,9 @@ class AmpPrecision(Precision):
             skip_together=self._skip_together if optimizers else (),
             max_consecutive_skips=self._max_consecutive_skips,
         )
-        if isinstance(model, DistributedDataParallel):
-            self._engine.gradients.in_place = not model.gradient_as_bucket_view
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        if self._ddp is not None:
+            self._engine.gradients.in_place = not self._ddp.gradient_as_bucket_view
             self._masters.broadcast()  # DDP brings the half weights in line, and knows of nothing else
         if optimizers and before is not None and list(map(id, before.optimizers)) == list(map(id, optimizers)):
             self._engine.load_state_dict(before.state_dict())  # an evaluation after `fit` forgets nothing
@@ -236,6 +238,7 @@ class AmpPrecision(Precision):
     def teardown(self) -> None:
         if self._engine is not None:
             self._engine.close()
+        self._ddp = None
         if self._conversion is not None:
             self._conversion.undo()
             self._conversion = None
@@ -244,12 +247,14 @@ class AmpPrecision(Precision):
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        with ExitStack() as stack:
-            if self.config.patch_torch_functions:
-                stack.enter_context(torch.autocast(self._device_type, self.config.dtype, cache_enabled=self._cache))
-            if self.config.cast_model_type is not None:
-                stack.enter_context(explained_dtype_errors())
-            yield
+        config = self.config
+        explained = nullcontext() if config.cast_model_type is None else explained_dtype_errors()
+        with explained:
+            if not config.patch_torch_functions:
+                yield
+                return
+            with torch.autocast(self._device_type, config.dtype, cache_enabled=self._cache):
+                yield
 
     # Training
 
@@ -287,23 +292,20 @@ class AmpPrecision(Precision):
             loss_id=loss_id,
             optimizers=optimizers,
             delay_unscale=delay_unscale or self._inside_window(model),
-            hold=self._unreduced(model),
+            hold=self._unreduced(),
             **kwargs,
         )
 
     @staticmethod
     def _inside_window(model: "pl.LightningModule") -> bool:
         """Tells whether automatic optimization will run another micro-batch before it steps."""
-        trainer = model.trainer
-        if not model.automatic_optimization or trainer.accumulate_grad_batches == 1:
+        if not model.automatic_optimization or model.trainer.accumulate_grad_batches == 1:
             return False
         # Short last windows, and schedules that change the window, are known to Lightning's loop alone.
-        return trainer.fit_loop.epoch_loop._should_accumulate()
+        return model.trainer.fit_loop.epoch_loop._should_accumulate()
 
-    @staticmethod
-    def _unreduced(model: "pl.LightningModule") -> bool:
-        wrapped = model.trainer.strategy.model
-        return isinstance(wrapped, DistributedDataParallel) and not wrapped.require_backward_grad_sync
+    def _unreduced(self) -> bool:
+        return self._ddp is not None and not self._ddp.require_backward_grad_sync
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -312,9 +314,10 @@ class AmpPrecision(Precision):
         if self.config.passive:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
-        self.engine.unscale(optimizer)
+        engine = self.engine
+        engine.unscale(optimizer)
         self._after_closure(model, optimizer)
-        stepped = self.engine.step(optimizer, **kwargs)
+        stepped = engine.step(optimizer, **kwargs)
         if not self._count_skipped_steps and self.outcome(optimizer) is Outcome.SKIPPED:
             self._uncount_step(model)
         return result if stepped is None else stepped
