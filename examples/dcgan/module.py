@@ -94,8 +94,11 @@ class DCGAN(pl.LightningModule):
 
     def configure_optimizers(self) -> list[Optimizer]:
         """One Adam for each network: the discriminator's first."""
+        plugin = self.trainer.precision_plugin
+        # Without masters Adam itself runs in half, where its usual 1e-8 is zero and its first quotient 0/0.
+        eps = 1e-4 if isinstance(plugin, AmpPrecision) and plugin.config.opt_level == "O3" else 1e-8
         return [
-            Adam(network.parameters(), self.lr, betas=(self.beta1, 0.999), fused=self.fused)
+            Adam(network.parameters(), self.lr, betas=(self.beta1, 0.999), eps=eps, fused=self.fused)
             for network in (self.netD, self.netG)
         ]
 
@@ -104,13 +107,17 @@ class DCGAN(pl.LightningModule):
         images: Tensor = self.netG(noise)
         return images
 
+    def noise(self, count: int) -> Tensor:
+        """Draws what the generator makes ``count`` images of: ``(count, nz, 1, 1)`` from N(0, 1)."""
+        return torch.randn(count, self.nz, 1, 1, device=self.device)
+
     def training_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> None:
         """Trains both networks on one batch of ``(images, labels)``; labels are not used."""
         real = batch[0]
         opt_d, opt_g = cast(list[LightningOptimizer], self.optimizers())
         last = (batch_idx + 1) % self.accumulate == 0 or self.trainer.is_last_batch
         # Made before anything is frozen, so that the generator's own pass can be used again for its loss.
-        fake = self.netG(torch.randn(len(real), self.nz, 1, 1, device=self.device))
+        fake = self.netG(self.noise(len(real)))
 
         self._begin(opt_d, batch_idx)
         d_real = self._backward(self.netD(real), real=True, loss=0)
