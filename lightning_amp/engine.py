@@ -13,6 +13,7 @@ from lightning_amp.autocast import no_autocast
 from lightning_amp.gradients import Gradients, dense_values
 from lightning_amp.graph import reached_leaves
 from lightning_amp.kernels.reference import HALF_DTYPES, Reading
+from lightning_amp.liability import Liability
 from lightning_amp.loss_scaler import DEFAULT_KEY, GRAD_KEY, Key, LossScaler, LossScalers
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
@@ -69,20 +70,28 @@ class Engine:
         self.masters = MasterWeights(False) if masters is None else masters
         self.scalers = LossScalers(config, device) if scalers is None else scalers
         self.scalers.to(device)
+        self._modules = modules
         self._num_losses = num_losses
         self._device = device
         self._distributed = distributed
         self._steppers = [Stepper(o, self.masters, f"optimizer {i}") for i, o in enumerate(self.optimizers)]
         self.gradients = Gradients(
             self.optimizers,
-            lambda: [p for module in modules for p in module.parameters()],
+            self._others,
             widen=config.master_weights or config.cast_model_type is None,
         )
-        self._modules = modules
         self._partners = self._group(skip_together)
         self._alarm = Alarm(max_consecutive_skips, self.scalers, self.name_of)
         self.gradients.reducing = distributed
+        self.gradients.on_collected = self._note_overflow
+        self._liabilities = [Liability(lambda grads: self._read(grads)[0].norm) for _ in self.optimizers]
         self._refuse_optimizer_in_backward(modules)
+
+    def _others(self) -> list[Tensor]:
+        """Returns the modules' parameters; asked for when an optimizer's have changed, some of which may need masters."""
+        for optimizer in self.optimizers:
+            self.masters.ensure(Gradients.of(optimizer))
+        return [p for module in self._modules for p in module.parameters()]
 
     def _group(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
         count = len(self.optimizers)
@@ -129,7 +138,7 @@ class Engine:
                 return i
         raise ValueError(
             f"{type(raw).__name__} is not one of the {len(self.optimizers)} optimizers of this training. Use those "
-            "that configure_optimizers returned (self.optimizers() in a LightningModule)."
+            "that it was started with (self.optimizers() in a LightningModule)."
         )
 
     def scaler_for(self, loss: Tensor, loss_id: int | None, optimizers: Any, lists: list[list[Tensor]]) -> LossScaler:
@@ -182,6 +191,7 @@ class Engine:
         hold: bool = False,
         create_graph: bool = False,
         inputs: Iterable[Tensor] = (),
+        liable: Iterable[Any] = (),
     ) -> Iterator[Tensor]:
         """Gives the scaled loss to run backward on; after the block the gradients are true.
 
@@ -196,6 +206,8 @@ class Engine:
             hold: Whether a distributed wrapper has yet to reduce these gradients (DDP's ``no_sync``).
             create_graph: Whether the gradients become part of a graph.
             inputs: Leaf tensors that get gradients although they are no parameters.
+            liable: Optimizers that skip their next step together if this pass overflows, as long as the gradients they
+                have after it are still there.
 
         Yields:
             ``loss * scale`` in float32.
@@ -208,6 +220,9 @@ class Engine:
         params = self.gradients.params(lists)
         extra = [t for t in inputs if isinstance(t, Tensor) and t.is_leaf and all(t is not p for p in params)]
         delay = delay_unscale and not self.config.master_weights
+        answering = [self.index(o) for o in liable]
+        for liability in self._liabilities:
+            liability.review()
         now = scaler.now().kept() if create_graph else scaler.now()  # a graph keeps it, and the scaler moves on
         with no_autocast(self._device.type):
             window = self.gradients.begin(params + extra if extra else params, now, delay=delay, hold=hold)
@@ -217,7 +232,9 @@ class Engine:
             except BaseException:
                 self.gradients.put_back(window)
                 raise
-            self.gradients.finish(window, loss, create_graph)
+            self.gradients.finish(window, loss, create_graph, answering)
+        for liability in self._liabilities:
+            liability.hold()
         if self.config.patch_torch_functions and self.config.cache_casts != "step":
             torch.clear_autocast_cache()
 
@@ -257,6 +274,15 @@ class Engine:
             inputs=[inputs] if isinstance(inputs, Tensor) else inputs,
         ) as scaled:
             run(scaled, **kwargs)
+
+    def _note_overflow(self, liable: set[int], scaler: LossScaler) -> None:
+        found = scaler.overflowed
+        if found.is_cpu and not found.tolist():
+            return
+        owned = {i: [p for p in self.gradients.of(self.optimizers[i]) if p.grad is not None] for i in liable}
+        together = [p for params in owned.values() for p in params]
+        for i, params in owned.items():
+            self._liabilities[i].note(found, params or together)
 
     def unscale(self, optimizer: Any = None) -> None:
         """Makes pending gradients true now.
@@ -355,6 +381,10 @@ class Engine:
             if theirs:
                 found = self._read(theirs)[0].found_inf.to(reading.found_inf.device)
                 reading = reading._replace(found_inf=torch.maximum(reading.found_inf, found))
+        answers_for = self._liabilities[index].settle()
+        if answers_for is not None:
+            found = answers_for.to(reading.found_inf.device)
+            reading = reading._replace(found_inf=torch.maximum(reading.found_inf, found))
         return reading
 
     # Gradients of one's own

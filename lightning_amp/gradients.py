@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_amp import kernels
+from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE
-from lightning_amp.loss_scaler import Scale
+from lightning_amp.loss_scaler import LossScaler, Scale
 
 Fresh = tuple[Tensor, Tensor, Tensor | None]
 """A parameter, its fresh gradient, and the true gradient to add it to."""
@@ -29,6 +30,7 @@ class Pending:
         grads: The tensors themselves: where ``.grad`` is another tensor by now, it was replaced and is true.
         losses: The losses they came from.
         held: Whether a distributed wrapper has yet to reduce them, so that nobody may touch them.
+        liable: The optimizers, by index, that answer for an overflow in them.
     """
 
     scale: Scale
@@ -36,6 +38,7 @@ class Pending:
     grads: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     held: bool = False
+    liable: set[int] = field(default_factory=set)
 
     def present(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters and gradients that are still there."""
@@ -80,6 +83,8 @@ class Gradients:
         """Whether a fresh gradient is ours to overwrite; not where it is a view into a buffer of DDP's."""
         self.reducing = False
         """Whether DDP reduces these gradients: it then looks at every one that is there, of frozen parameters too."""
+        self.on_collected: Callable[[set[int], LossScaler], None] = lambda *_: None
+        """Told of the optimizers that answer for an overflow, and of the scaler, which has been moved on."""
         self._others = others
         self._widen = widen
         self._ids: list[list[int]] | None = None
@@ -158,14 +163,30 @@ class Gradients:
                 if window.hold and old.dtype is not p.dtype:
                     p.grad = old.to(p.dtype)  # DDP's buckets take no other
 
-    @staticmethod
-    def put_back(window: Window) -> None:
-        """Ends a pass that failed: what it produced is dropped, what was set aside is back."""
+    def put_back(self, window: Window) -> None:
+        """Ends a pass that failed: what it produced is dropped, what was set aside is back.
+
+        What it added to pending gradients before it failed stays there, as it does in torch.
+        """
+        if window.delay:
+            self._note(self._take_pending(window), window)
+            if not self._pending[-1].params:
+                self._pending.pop()
+            return
+        waiting = {id(g) for pending in self._pending for g in pending.grads}
         for p, old in zip(window.live, window.olds, strict=True):
-            if old is not None or not window.delay:
+            if id(p.grad) not in waiting:
                 p.grad = old
 
-    def finish(self, window: Window, loss: Tensor | None, create_graph: bool = False) -> None:
+    def _take_pending(self, window: Window) -> Pending:
+        """Returns what was pending already for the window's pass to go on with, or a fresh one."""
+        if self._pending:
+            return self._pending.pop()
+        return Pending(window.scale.kept() if window.delay else window.scale)
+
+    def finish(
+        self, window: Window, loss: Tensor | None, create_graph: bool = False, liable: Iterable[int] = ()
+    ) -> None:
         """Ends a backward pass: collects what it produced and moves its scaler on, or notes that it is pending.
 
         Args:
@@ -173,11 +194,10 @@ class Gradients:
             loss: The loss before scaling, any shape, or None where it is not to be looked at.
             create_graph: Whether the gradients are part of a graph and may not be changed in place.
         """
-        pending = (
-            self._pending.pop() if self._pending else Pending(window.scale.kept() if window.delay else window.scale)
-        )
+        pending = self._take_pending(window)
         if loss is not None:
             pending.losses.append(loss.detach())
+        pending.liable.update(liable)
         if window.delay:
             self._note(pending, window)
             return
@@ -212,7 +232,7 @@ class Gradients:
         ]
         if waiting:
             params, grads = (list(column) for column in zip(*waiting, strict=True))
-            self._pending.append(Pending(pending.scale, params, grads, held=True))
+            self._pending.append(Pending(pending.scale, params, grads, held=True, liable=set(pending.liable)))
             left = {id(p) for p in params}
             window.olds = [p.grad if id(p) in left else old for p, old in zip(window.live, window.olds, strict=True)]
             pending.params, pending.grads = [], []
@@ -246,9 +266,13 @@ class Gradients:
                 self._collect_lists(fresh, pending.scale)
         losses = pending.losses
         scaler.update(None if not losses else losses[0] if len(losses) == 1 else torch.stack([x.sum() for x in losses]))
+        if pending.liable:
+            self.on_collected(pending.liable, scaler)
 
     def _collect_lists(self, fresh: list[Fresh], scale: Scale) -> None:
         grads, into = [g for _, g, _ in fresh], [old for _, _, old in fresh]
+        if self._widen:  # a plain backward() and the user may leave half ones, whose sums would lose small terms
+            into = [old if old is None or old.dtype not in HALF_DTYPES else old.float() for old in into]
         kinds = {(g.device, g.layout, g.dtype.is_complex) for g in grads}
         first_bad = scale.scaler.first_bad
         if kinds != {(first_bad.device, torch.strided, False)}:
@@ -266,7 +290,7 @@ class Gradients:
         for i, (p, new, old) in enumerate(fresh):
             _collect_odd((p, new.detach(), None), scale._replace(inv_scale=None), i, False, False)
             with torch.enable_grad():
-                true = new.float() if self._widen and new.dtype in (torch.float16, torch.bfloat16) else new
+                true = new.float() if self._widen and new.dtype in HALF_DTYPES else new
                 true = true if scale.inv_scale is None else true * scale.inv_scale
                 p.grad = true if old is None else old + true
 

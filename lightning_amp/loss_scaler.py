@@ -25,6 +25,9 @@ def name_of(key: Key) -> str:
     return "_".join([key[0], *map(str, key[1])])
 
 
+_STREAK = ScaleState._fields.index("streak")
+
+
 class Scale(NamedTuple):
     """The scale one backward pass ran under.
 
@@ -94,6 +97,11 @@ class LossScaler:
         self.backend.update(self.state, self.first_bad, loss, self.rule)
         self.attempts += 1
         self.version += 1
+
+    @property
+    def overflowed(self) -> Tensor:
+        """Whether the pass that moved it on last overflowed: 1.0 or 0.0, 0-dim float32; no host synchronisation."""
+        return (self.state[_STREAK] > 0).float()
 
     def read(self) -> ScaleState:
         """Returns the state as Python floats: one host synchronisation on a device other than the CPU."""

@@ -14,6 +14,17 @@ from lightning_amp.outcomes import Outcome, OutcomeRecord
 _NOTHING_LENT = nullcontext()
 
 
+def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Returns the torch optimizers behind one: itself, or those that a wrapper holds as attributes.
+
+    Args:
+        optimizer: Anything with ``param_groups``, ``state`` and ``step``.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    return [held for held in getattr(optimizer, "__dict__", {}).values() if isinstance(held, torch.optim.Optimizer)]
+
+
 class Stepper:
     """Steps one optimizer.
 
@@ -29,28 +40,31 @@ class Stepper:
         self.name = name
         self._masters = masters
         self._loan: Loan | None = None
-        self._stepping = False
+        self._lent_outside = False
+        self.stepping = False
+        """Whether it is this object that runs the optimizer's ``step`` now."""
         self._primed: list[int] = []
         self._handles: list[Any] = []
-        if isinstance(optimizer, torch.optim.Optimizer):
-            self._attach(optimizer)
+        for inner in torch_optimizers(optimizer):
+            self._attach(inner)
         masters.ensure(p for group in optimizer.param_groups for p in group["params"])
         self._widen_state()
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
-        after = optimizer.register_step_post_hook(lambda *_: self._give_back())
-        # Half weights are to be fresh before anybody else's post-hook looks at them. There is no public way to
-        # register a hook in front of those that are already there.
-        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+        if optimizer is self.optimizer:  # a wrapper may go on with the weights after the step of what it wraps
+            after = optimizer.register_step_post_hook(lambda *_: self._give_back())
+            # Half weights are to be fresh before anybody else's post-hook looks at them. There is no public way to
+            # register a hook in front of those that are already there.
+            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+            self._handles.append(after)
         self._handles += [
-            after,
             optimizer.register_step_pre_hook(self._refuse_stray_step),
             optimizer.register_load_state_dict_pre_hook(self._keep_loaded),
             optimizer.register_load_state_dict_post_hook(self._put_loaded_fp32),
         ]
 
     def _refuse_stray_step(self, *_: Any) -> None:
-        if not self._stepping:
+        if not self.stepping:
             raise RuntimeError(
                 f"step() of {self.name} was called directly: mixed precision would neither check its gradients nor "
                 "move the float32 weights. Call step() on what self.optimizers() returns, or let the engine step it."
@@ -87,7 +101,11 @@ class Stepper:
                     optimizer.state[param][name] = value.detach().to(mine.device, torch.float32, copy=True)
 
     def _give_back(self) -> None:
-        if self._loan is not None:
+        if self._loan is None:
+            return
+        if self._lent_outside:
+            self._loan.refresh()
+        else:
             self._loan.give_back()
 
     @contextmanager
@@ -134,12 +152,12 @@ class Stepper:
         return result
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
-        self._stepping = True
+        self.stepping, self._lent_outside = True, self._loan is not None
         try:
             with self.lent() if self._masters.lend_to_optimizers else _NOTHING_LENT:
                 return self.optimizer.step(**kwargs)
         finally:
-            self._stepping = False
+            self.stepping = self._lent_outside = False
 
     def _decides_on_device(self, params: list[Tensor]) -> bool:
         if not getattr(self.optimizer, "_step_supports_amp_scaling", False):  # set by torch's fused=True family
