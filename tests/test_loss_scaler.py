@@ -90,8 +90,8 @@ def test_a_nonfinite_loss_is_not_the_scales_fault(loss: torch.Tensor) -> None:
     assert move(it, overflow=True, loss=loss, times=20) == 64.0
     assert (it.read().overflows, it.read().bad_losses, it.read().streak) == (20, 20, 20)
     assert move(it, times=2) == 64.0
-    assert move(it) == 128.0
     assert it.read().streak == 0
+    assert move(it) == 128.0
 
 
 def test_with_several_processes_the_gradients_alone_decide() -> None:
