@@ -38,6 +38,8 @@ class MasterWeights:
     def __init__(self, lend_to_optimizers: bool) -> None:
         self.lend_to_optimizers = lend_to_optimizers
         self._masters: dict[Tensor, nn.Parameter] = {}
+        self.lent: set[Tensor] = set()
+        """The masters that an optimizer holds now."""
         self._buffers: dict[tuple[nn.Module, str], Tensor] = {}
 
     def __len__(self) -> int:
@@ -143,22 +145,29 @@ class MasterWeights:
 class Loan:
     """Masters in an optimizer's hands: entries change in place, the lists and dicts stay the same objects.
 
+    A master that another optimizer holds already is lent to both: it is taken over once, and its gradient is given
+    back once, by the first.
+
     Args:
         masters: Whose masters.
         optimizer: Anything with ``param_groups`` and ``state``.
     """
 
     def __init__(self, masters: MasterWeights, optimizer: Any) -> None:
+        self._masters = masters
         self._optimizer = optimizer
         params = [p for group in optimizer.param_groups for p in group["params"]]
         masters.ensure(params)
         self._pairs = [(p, m) for p in params if (m := masters.of(p)) is not None] if masters.lend_to_optimizers else []
-        self._each("adopt", self._pairs)
-        for param, master in self._pairs:
+        first = [(p, m) for p, m in self._pairs if m not in masters.lent]
+        self._each("adopt", first)
+        for param, master in first:
             if param.grad is not None and param.grad.dtype is not master.dtype:
                 param.grad = param.grad.to(master.dtype)
             master.grad = param.grad
             master.requires_grad_(param.requires_grad)
+        self._first = [(p, m, p.grad) for p, m in first]
+        masters.lent.update(m for _, m in first)
         self._exchange(dict(self._pairs))
 
     @staticmethod
@@ -181,12 +190,19 @@ class Loan:
         state.clear()
         state.update(entries)
 
+    def refresh(self) -> None:
+        """Refreshes the half weights; copies in place, so that a stale graph raises as in float32."""
+        self._each("refresh", self._pairs)
+
     def give_back(self) -> None:
         """Refreshes the half weights and puts the model's own parameters back. A second call does nothing."""
         pairs, self._pairs = self._pairs, []
         if not pairs:
             return
         self._exchange({master: param for param, master in pairs})
-        for param, master in pairs:
-            param.grad, master.grad = master.grad, None
-        self._each("refresh", pairs)  # copies in place, so that a stale graph raises as in float32
+        for param, master, grad in self._first:
+            if param.grad is grad:  # else it was cleared or replaced through the model
+                param.grad = master.grad
+            master.grad = None
+        self._masters.lent.difference_update(m for _, m, _ in self._first)
+        self._each("refresh", pairs)
