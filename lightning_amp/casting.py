@@ -163,11 +163,12 @@ class Conversion:
             self._handles.append(model.register_forward_hook(hook))
 
     def _keep_state_dicts_fp32(self, root: nn.Module) -> None:
+        save, load = SaveFp32(self._masters), LoadFp32(self._masters)
         for module in root.modules():
             if any(t.dtype is self._half for t in (*module.parameters(False), *module.buffers(False))):
                 self._handles += [
-                    module.register_state_dict_post_hook(SaveFp32(self._masters)),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(LoadFp32(self._masters)),  # type: ignore[no-untyped-call]
+                    module.register_state_dict_post_hook(save),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(load),  # type: ignore[no-untyped-call]
                 ]
 
     def undo(self) -> None:
@@ -207,12 +208,36 @@ class _StateDictHook:
 
 
 class SaveFp32(_StateDictHook):
-    """Puts float32 values into a state dict in place of half ones; they are fresh tensors."""
+    """Puts float32 values into a state dict in place of half ones; they are fresh tensors.
+
+    One instance serves all modules of a model, so that a tied weight is one tensor under both its names, and is
+    written to a file once.
+
+    Args:
+        masters: Where the float32 values are; held weakly.
+    """
+
+    def __init__(self, masters: MasterWeights | None = None) -> None:
+        super().__init__(masters)
+        self._latest: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         for key, half, master in self._pairs(module, prefix):
-            if key in state_dict and not state_dict[key].requires_grad:  # with keep_vars the caller wants the parameter
-                state_dict[key] = merged(half, master)
+            value = state_dict.get(key)
+            if value is half or not isinstance(value, Tensor):  # with keep_vars the caller wants the parameter itself
+                continue
+            if value.data_ptr() == half.data_ptr():
+                state_dict[key] = self._value(key, half, master, state_dict)
+            elif value.dtype is half.dtype:  # another hook's work
+                state_dict[key] = value.float()
+
+    def _value(self, key: str, half: Tensor, master: Tensor, state_dict: dict[str, Any]) -> Tensor:
+        other, made = self._latest.get(id(half), (key, None))
+        value = None if made is None else made()
+        if value is None or other == key or state_dict.get(other) is not value:
+            value = merged(half, master)
+            self._latest[id(half)] = key, weakref.ref(value)
+        return value
 
 
 class LoadFp32(_StateDictHook):
