@@ -10,6 +10,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "filterwarnings", "ignore:`isinstance.treespec, LeafSpec.` is deprecated"
     )  # Lightning's own
+    config.addinivalue_line("filterwarnings", "ignore:.training_step. returned .None.")
 
 
 @pytest.fixture(autouse=True)
