@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_amp.kernels.scale_rule import ScaleRule, initial_state
-from lightning_amp.loss_scaler import Key, LossScaler, name_of
+from lightning_amp.loss_scaler import Key, LossScaler, first_scale, name_of
 from lightning_amp.opt_levels import DTYPES, AmpConfig
 from lightning_amp.saved_state import VERSION, CheckpointError, Saved, SavedScaler
 
@@ -56,11 +56,10 @@ def fit(saved: Saved, config: AmpConfig, num_losses: int, num_optimizers: int) -
         if key[1] and max(key[1]) >= limit:
             left_out.append(f"the scale of {name_of(key)}: dropped, there are {limit} {what}")
             continue
-        scalers[key], note = _fit_scaler(scaler, config)
+        scalers[key], note = _fit_scaler(scaler, config, first_scale(key, config))
         left_out += [f"the scale of {name_of(key)}: {note}"] if note else []
-    start = _start(config)
     if config.rule.dynamic and not saved.scalers and saved.optimizers is None:
-        left_out.append(f"the loss scales: there are none to go on with, they start at {start:g}")
+        left_out.append(f"the loss scales: there are none to go on with, they start at {config.init_scale:g}")
     elif config.rule.dynamic and saved.num_losses is not None:
         new = [name_of(("loss", (i,))) for i in range(saved.num_losses, num_losses)]
         left_out += [f"the scale of {name}: starts anew" for name in new]
@@ -72,12 +71,8 @@ def fit(saved: Saved, config: AmpConfig, num_losses: int, num_optimizers: int) -
     return Fitted(scalers, list(outcomes or [])[:num_optimizers], left_out)
 
 
-def _start(config: AmpConfig) -> float:
-    return config.init_scale if config.loss_scale == "dynamic" else config.loss_scale
-
-
-def _fit_scaler(saved: SavedScaler, config: AmpConfig) -> tuple[dict[str, float], str]:
-    rule, start = config.rule, _start(config)
+def _fit_scaler(saved: SavedScaler, config: AmpConfig, start: float) -> tuple[dict[str, float], str]:
+    rule = config.rule
     anew = initial_state(start, rule)._asdict()
     was, note = saved.values["scale"], ""
     values = anew | saved.values

@@ -50,6 +50,18 @@ class Scale(NamedTuple):
         return self._replace(scale=self.scale.clone(), inv_scale=self.inv_scale.clone())
 
 
+def first_scale(key: Key, config: AmpConfig) -> float:
+    """Returns the scale that a scaler starts at where no other covers it.
+
+    Args:
+        key: What it belongs to.
+        config: Its settings.
+    """
+    if config.loss_scale != "dynamic":
+        return config.loss_scale
+    return max(min(config.init_scale, GRAD_START), config.rule.min_scale) if key == GRAD_KEY else config.init_scale
+
+
 class LossScaler:
     """One loss scale and what it has been through.
 
@@ -62,9 +74,7 @@ class LossScaler:
     def __init__(self, key: Key, config: AmpConfig, device: torch.device) -> None:
         self.key = key
         self.rule = config.rule
-        start = config.init_scale if config.loss_scale == "dynamic" else config.loss_scale
-        if key == GRAD_KEY and self.rule.dynamic:
-            start = max(min(start, GRAD_START), self.rule.min_scale)
+        start = first_scale(key, config)
         self._unscaled = config.loss_scale == 1.0
         self.attempts = 0
         self.sources: list[Tensor] = []

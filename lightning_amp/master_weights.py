@@ -15,11 +15,13 @@ def merged(half: Tensor, master: Tensor) -> Tensor:
 
     Args:
         half: A half tensor.
-        master: Its float32 master, of the same shape, on any device.
+        master: Its float32 master, on any device; of another shape, it counts for nothing.
 
     Returns:
         A fresh float32 tensor on the device of ``half``; neither argument is changed.
     """
+    if half.shape != master.shape:  # a buffer that was replaced by another
+        return half.detach().to(master.dtype, copy=True)
     master = master.detach().to(half.device)
     half = half.detach()
     return torch.where(half == master.to(half.dtype), master, half.to(master.dtype))
