@@ -61,12 +61,13 @@ def summary(trainer: pl.Trainer, outf: str | Path) -> str:
         outf: The folder that `callbacks` and `loggers` were given.
     """
     folder, epoch = Path(outf), max(trainer.current_epoch - 1, 0)
-    metrics = Path(trainer.log_dir or folder) / "metrics.csv"
+    # Not `trainer.log_dir`, which all processes must ask for together.
+    metrics = [Path(logger.log_dir) / "metrics.csv" for logger in trainer.loggers if isinstance(logger, CSVLogger)]
     return (
         f"\nDone: {trainer.current_epoch} epochs. Open\n"
         f"  {folder / f'amp_fake_samples_epoch_{epoch:03d}.png'}  what the generator draws now (one file an epoch)\n"
         f"  {folder / 'real_samples.png'}  what it learned from\n"
-        f"  {metrics}  the losses; or run: tensorboard --logdir {folder / 'tensorboard'}\n"
+        f"  {metrics[0] if metrics else folder}  the losses; or run: tensorboard --logdir {folder / 'tensorboard'}\n"
         f"Weights: {folder / f'netG_epoch_{epoch}.pth'} and netD_epoch_{epoch}.pth\n"
         f"To go on: --ckpt_path {folder / 'checkpoints' / 'last.ckpt'}"
     )
