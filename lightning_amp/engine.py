@@ -366,7 +366,7 @@ class Engine:
             return None
         try:
             with no_autocast(self._device.type):
-                with torch.no_grad():
+                with torch.set_grad_enabled(False):
                     reading = self._read_with_partners(index, grads)
                 result = stepper.step(reading, params, **kwargs)
         finally:

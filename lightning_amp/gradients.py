@@ -259,7 +259,7 @@ class Gradients:
     def _collect(self, fresh: list[Fresh], pending: Pending, create_graph: bool = False) -> None:
         scaler = pending.scale.scaler
         scaler.sources = [p for p, _, _ in fresh]
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):  # as torch.no_grad(), in half as many Python calls
             if create_graph:
                 self._collect_in_graph(fresh, pending.scale)
             elif fresh:
