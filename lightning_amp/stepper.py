@@ -141,6 +141,8 @@ class Stepper:
                 return None
             result = self._call(kwargs)
             self.record.add(Outcome.STEPPED)
+            if self._can_decide_on_device():
+                self._primed = list(map(id, params))  # also where an optimizer keeps no state, as plain SGD
             return result
         # The protocol between torch's GradScaler and its fused optimizers: these two attributes, there for one step.
         self.optimizer.grad_scale, self.optimizer.found_inf = None, reading.found_inf
@@ -159,8 +161,11 @@ class Stepper:
         finally:
             self.stepping = self._lent_outside = False
 
+    def _can_decide_on_device(self) -> bool:
+        return getattr(self.optimizer, "_step_supports_amp_scaling", False)  # set by torch's fused=True family
+
     def _decides_on_device(self, params: list[Tensor]) -> bool:
-        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):  # set by torch's fused=True family
+        if not self._can_decide_on_device():
             return False
         ids = list(map(id, params))
         if ids != self._primed:
