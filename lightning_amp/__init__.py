@@ -2,14 +2,39 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_amp import amp
+from lightning_amp.batches import register_batch_type
 from lightning_amp.engine import Engine
+from lightning_amp.functions import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 from lightning_amp.opt_levels import AmpConfig, AmpConfigError, resolve
 from lightning_amp.outcomes import Outcome
 
 if TYPE_CHECKING:
     from lightning_amp.precision import AmpPrecision
 
-__all__ = ["AmpConfig", "AmpConfigError", "AmpPrecision", "Engine", "Outcome", "resolve"]
+__all__ = [
+    "AmpConfig",
+    "AmpConfigError",
+    "AmpPrecision",
+    "Engine",
+    "Outcome",
+    "amp",
+    "float_function",
+    "half_function",
+    "promote_function",
+    "register_batch_type",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "resolve",
+]
 
 
 def __getattr__(name: str) -> Any:

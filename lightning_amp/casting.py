@@ -6,7 +6,7 @@ time; none counts calls, because activation checkpointing runs inner modules a s
 
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from lightning_amp.batches import cast
 from lightning_amp.master_weights import MasterWeights, merged
@@ -28,21 +29,27 @@ def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return cast(args, dtype), cast(kwargs, dtype)
 
 
-def _cast_outputs(module: nn.Module, args: Any, output: Any, *, dtype: torch.dtype) -> Any:
+def cast_outputs(module: nn.Module, args: Any, output: Any, *, dtype: torch.dtype) -> Any:
+    """A forward hook, with ``dtype`` bound to it, that casts what a module returns."""
     return cast(output, dtype)
 
 
 class _Own(NamedTuple):
-    """The tensors that set a module's dtype: its own, and those below its parametrizations."""
+    """The tensors that set a module's dtype: its own, and those that other modules hold for it."""
 
     params: list[Tensor]
     buffers: list[tuple[nn.Module, str]]
 
 
+def _holders(module: nn.Module) -> list[nn.Module]:
+    """Returns the modules below ``module`` that are part of it rather than called: parametrizations, parameter lists."""
+    lists = [child for child in module.children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))]
+    parametrizations = module.parametrizations.modules() if parametrize.is_parametrized(module) else ()
+    return [*lists, *parametrizations]  # type: ignore[list-item]
+
+
 def _own_tensors(module: nn.Module) -> _Own:
-    parametrizations = getattr(module, "parametrizations", None)
-    below = list(parametrizations.modules()) if isinstance(parametrizations, nn.ModuleDict) else []
-    owners = [module, *below]
+    owners = [module, *_holders(module)]
     return _Own(
         [p for owner in owners for p in owner.parameters(recurse=False) if p.is_floating_point()],
         [(o, n) for o in owners for n, b in o.named_buffers(recurse=False) if b.dtype is torch.float32],
@@ -51,7 +58,7 @@ def _own_tensors(module: nn.Module) -> _Own:
 
 def _matches(entry: KeepFp32, module: nn.Module, name: str) -> bool:
     if isinstance(entry, str):
-        return type(module).__name__ == entry or fnmatchcase(name, entry)
+        return any(c.__name__ == entry for c in type(module).__mro__) or fnmatchcase(name, entry)
     if isinstance(entry, type):
         return isinstance(module, entry)
     return bool(entry(module, name))
@@ -114,10 +121,12 @@ class Conversion:
             ValueError: A parameter is lazy or distributed, or a module is scripted.
         """
         _refuse_unconvertible(root)
-        units = [(name, m, _own_tensors(m)) for name, m in root.named_modules() if "parametrizations" not in name]
+        held = {holder for module in root.modules() for holder in _holders(module)}
+        units = {m: _own_tensors(m) for m in root.modules() if m not in held}
         spared = None if root_is_model else root
-        fp32 = self._fp32_ids(root, units, spared)
-        for name, module, own in units:
+        fp32 = self._fp32_ids(root, units.values(), spared)
+        dtypes: dict[nn.Module, torch.dtype] = {}
+        for module, own in units.items():
             halves = [p for p in own.params if id(p) not in fp32 and p.dtype in (torch.float32, self._half)]
             for param in halves:
                 if param.dtype is torch.float32:
@@ -125,24 +134,28 @@ class Conversion:
             for owner, buffer in own.buffers if halves else ():
                 self._masters.convert_buffer(owner, buffer, self._half)
             if halves:
-                self._cast_into(module, self._half)
-            elif own.params and not isinstance(module, _BatchNorm):
-                self.kept += [f"{name}.{n}".lstrip(".") for n, _ in module.named_parameters(recurse=False)]
-                if module is not spared:
-                    self._cast_into(module, torch.float32)
+                dtypes[module] = self._half
+            elif any(p.dtype is torch.float32 for p in own.params) and not isinstance(module, _BatchNorm):
+                dtypes[module] = torch.float32
+        dtypes.pop(root if spared is root else nn.Module(), None)
         for model in [root] if root_is_model else models_below(root):
             if any(p.dtype is self._half for p in model.parameters()):
-                self._cast_around(model)
+                dtypes.setdefault(model, self._half)
+                self._cast_outputs_of(model)
+        for module, dtype in dtypes.items():
+            hook = partial(_cast_inputs, dtype=dtype)
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._note_kept(root)
         self._keep_state_dicts_fp32(root)
 
-    def _fp32_ids(
-        self, root: nn.Module, units: list[tuple[str, nn.Module, _Own]], spared: nn.Module | None
-    ) -> set[int]:
+    def _fp32_ids(self, root: nn.Module, units: Iterable[_Own], spared: nn.Module | None) -> set[int]:
         """Returns the ids of the parameters that stay float32."""
         kept = {m for name, module in root.named_modules() if self._is_kept(module, name) for m in module.modules()}
-        fp32 = {id(p) for _, m, own in units if m in kept or m is spared for p in own.params}
+        fp32 = {id(p) for module in kept for p in module.parameters(recurse=False)}
+        if spared is not None:
+            fp32 |= {id(p) for p in _own_tensors(spared).params}
         while True:  # a module has one dtype, also where it shares a parameter with a module that is kept float32
-            grown = {id(p) for _, _, own in units if any(id(p) in fp32 for p in own.params) for p in own.params}
+            grown = {id(p) for own in units if any(id(p) in fp32 for p in own.params) for p in own.params}
             if grown <= fp32:
                 return fp32
             fp32 |= grown
@@ -152,15 +165,14 @@ class Conversion:
             return True
         return any(_matches(entry, module, name) for entry in self._config.keep_fp32)
 
-    def _cast_into(self, module: nn.Module, dtype: torch.dtype) -> None:
-        hook = partial(_cast_inputs, dtype=dtype)
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _cast_around(self, model: nn.Module) -> None:
-        self._cast_into(model, self._half)
+    def _cast_outputs_of(self, model: nn.Module) -> None:
         if self._config.cast_model_outputs is not None:
-            hook = partial(_cast_outputs, dtype=self._config.cast_model_outputs)
+            hook = partial(cast_outputs, dtype=self._config.cast_model_outputs)
             self._handles.append(model.register_forward_hook(hook))
+
+    def _note_kept(self, root: nn.Module) -> None:
+        norms = {id(p) for m in root.modules() if isinstance(m, _BatchNorm) for p in m.parameters()}
+        self.kept += [n for n, p in root.named_parameters() if p.dtype is torch.float32 and id(p) not in norms]
 
     def _keep_state_dicts_fp32(self, root: nn.Module) -> None:
         save, load = SaveFp32(self._masters), LoadFp32(self._masters)
@@ -197,11 +209,11 @@ class _StateDictHook:
         masters = self._masters()
         if masters is None:
             return
-        for name, param in module.named_parameters(recurse=False):
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             master = masters.of(param)
             if master is not None:
                 yield prefix + name, param, master
-        for name, buffer in module.named_buffers(recurse=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             original = masters.of_buffer(module, name)
             if original is not None:
                 yield prefix + name, buffer, original
@@ -251,16 +263,21 @@ class LoadFp32(_StateDictHook):
                     master.copy_(value)
 
 
+_DTYPE_ERROR = re.compile(
+    r"same dtype|type.*(Half|BFloat16|half|bfloat16)|(Half|BFloat16).*type|not implemented for '(Half|BFloat16)'"
+)
+
+
 @contextmanager
 def explained_dtype_errors() -> Iterator[None]:
-    """Adds the remedy to torch's error where a half weight met a float32 tensor."""
+    """Adds the remedy to torch's error where a half weight met a float32 tensor, or a function without a half kernel."""
     try:
         yield
     except RuntimeError as error:
-        if not re.search(r"same dtype|type.*(Half|BFloat16|half|bfloat16)|(Half|BFloat16).*type", str(error)):
+        if not _DTYPE_ERROR.search(str(error)):
             raise
-        raise RuntimeError(
-            f"{error}\nA half weight met a tensor of another dtype. Weights are half at this opt level, and inputs are "
-            "cast where a module is called: call the module instead of using its weight in a function, name it in "
-            "keep_fp32, or set patch_torch_functions=True, which adds autocast."
+        raise type(error)(
+            f"{error}\nA half weight met a tensor of another dtype, or a function that knows no half. Weights are half "
+            "at this opt level, and inputs are cast where a module is called: call the module instead of using its "
+            "weight in a function, name it in keep_fp32, or set patch_torch_functions=True, which adds autocast."
         ) from error

@@ -127,14 +127,15 @@ class Engine:
         """Returns the place of ``optimizer`` among this engine's.
 
         Args:
-            optimizer: One of them, or a wrapper that keeps one as ``_optimizer`` (as Lightning's does).
+            optimizer: One of them, or a wrapper: one that keeps it as ``_optimizer`` (as Lightning's does), or one that
+                has the very list of its ``param_groups``.
 
         Raises:
             ValueError: It is none of them.
         """
         raw = getattr(optimizer, "__dict__", {}).get("_optimizer", optimizer)
         for i, mine in enumerate(self.optimizers):
-            if mine is raw:
+            if mine is raw or mine.param_groups is getattr(raw, "param_groups", None):
                 return i
         raise ValueError(
             f"{type(raw).__name__} is not one of the {len(self.optimizers)} optimizers of this training. Use those "
@@ -440,6 +441,10 @@ class Engine:
             # The result is looked at, not the outputs: a critic's score says nothing about the range of its gradient.
             scaler.update(None)
         return true
+
+    def stepping(self, optimizer: Any) -> bool:
+        """Tells whether it is this engine that runs the ``step`` of ``optimizer`` now."""
+        return self._steppers[self.index(optimizer)].stepping
 
     def lent_masters(self, optimizer: Any) -> AbstractContextManager[None]:
         """Has ``optimizer`` hold its float32 masters inside the block: to read, edit or step them.

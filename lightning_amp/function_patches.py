@@ -86,6 +86,7 @@ class FunctionPatches:
         ValueError: There is no function of such a name.
 
     Example:
+        >>> import torch
         >>> patches = FunctionPatches(half=["torch.nn.functional.hardswish"])
         >>> patches.apply()
         >>> with torch.autocast("cpu", torch.float16):

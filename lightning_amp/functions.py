@@ -7,6 +7,7 @@ registered ones are wrapped where they live for as long as a training needs them
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -88,7 +89,11 @@ def register_half_function(module: Any, name: str) -> None:
         RuntimeError: A training that casts functions is under way.
 
     Example:
-        >>> register_half_function(torch.nn.functional, "hardswish")
+        >>> class Ops:
+        ...     @staticmethod
+        ...     def fused(x):
+        ...         return x + x
+        >>> register_half_function(Ops, "fused")
     """
     _register(module, name, "half")
 
@@ -131,10 +136,11 @@ def find_function(path: str) -> Place:
     *owners, name = path.split(".")
     for n in range(len(owners), 0, -1):
         try:
-            owner = importlib.import_module(".".join(owners[:n]))
+            owner: Any = importlib.import_module(".".join(owners[:n]))
         except ModuleNotFoundError:
             continue
-        owner = functools.reduce(lambda found, part: getattr(found, part, None), owners[n:], owner)
+        for part in owners[n:]:
+            owner = getattr(owner, part, None)
         if callable(getattr(owner, name, None)):
             return owner, name
         break
@@ -185,8 +191,24 @@ def _cast_arguments(kind: Kind, device: str, args: Any, kwargs: Any) -> tuple[An
 # A region of autocast that means the same on every device
 
 
+class _Active(threading.local):
+    count = 0
+
+
+_active = _Active()
+
+
 class CpuCasts(TorchFunctionMode):
     """Adds to the CPU's autocast what CUDA's casts besides; where autocast is off it does nothing."""
+
+    def __enter__(self) -> "CpuCasts":
+        _active.count += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _active.count -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -206,7 +228,7 @@ def listed_casts(device_type: str) -> AbstractContextManager[Any]:
     Args:
         device_type: As in `torch.autocast`.
     """
-    return CpuCasts() if device_type == "cpu" else nullcontext()
+    return CpuCasts() if device_type == "cpu" and not _active.count else nullcontext()
 
 
 @contextmanager
