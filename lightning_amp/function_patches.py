@@ -97,7 +97,9 @@ class FunctionPatches:
 
     def __init__(self, half: Iterable[str] = (), floating: Iterable[str] = (), promote: Iterable[str] = ()) -> None:
         kinds: dict[Kind, Iterable[str]] = {"half": half, "float": floating, "promote": promote}
-        self._named: dict[Place, Kind] = {find_function(path): kind for kind, paths in kinds.items() for path in paths}
+        self._named: dict[str, Kind] = {path: kind for kind, paths in kinds.items() for path in paths}
+        for path in self._named:
+            find_function(path)
         self._mine: list[Place] = []
 
     def apply(self) -> None:
@@ -110,7 +112,7 @@ class FunctionPatches:
             return
         wanted: dict[Place, Any] = dict.fromkeys(without_half_kernel(), "float")
         wanted[F, "binary_cross_entropy"] = "refuse"
-        wanted |= registry.kinds | self._named
+        wanted |= registry.kinds | {find_function(path): kind for path, kind in self._named.items()}
         for (owner, name), kind in wanted.items():
             other = _wrappers.get((owner, name))
             if other is not None and other.kind != kind:

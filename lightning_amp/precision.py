@@ -20,6 +20,8 @@ from lightning_amp.autocast import cache_is_sound
 from lightning_amp.casting import Conversion, explained_dtype_errors
 from lightning_amp.checkpoint import grad_scaler_state
 from lightning_amp.engine import Engine
+from lightning_amp.function_patches import FunctionPatches
+from lightning_amp.functions import casts, listed_casts
 from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.loss_scaler import LossScalers, name_of
 from lightning_amp.master_weights import MasterWeights, merged
@@ -50,6 +52,10 @@ class AmpPrecision(Precision):
         cast_model_outputs: Replaces the dtype that a model's outputs are cast to at O2 and O3.
         keep_fp32: Modules that stay float32 at O2 and O3: class names, name patterns (``"*.head"``), types or
             predicates ``(module, name) -> bool``.
+        half_functions: Dotted names of functions to run in half under O1 (``"my_package.ops.fused"``), besides those
+            that `register_half_function` was given.
+        float_functions: Likewise, to run in float32.
+        promote_functions: Likewise, to run in the widest dtype they are given.
         cache_casts: How long autocast keeps a weight's half copy: True, until the next backward pass or step;
             ``"step"``, until the next step; False, not at all.
         init_scale: Where a dynamic scale starts.
@@ -89,6 +95,9 @@ class AmpPrecision(Precision):
         master_weights: bool | None = None,
         cast_model_outputs: Literal["float16", "bfloat16", "float32"] | None = None,
         keep_fp32: Any = None,
+        half_functions: list[str] | None = None,
+        float_functions: list[str] | None = None,
+        promote_functions: list[str] | None = None,
         cache_casts: bool | Literal["step"] = True,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
@@ -104,10 +113,18 @@ class AmpPrecision(Precision):
     ) -> None:
         super().__init__()
         own = ("num_losses", "skip_together", "max_consecutive_skips", "hold_schedulers", "count_skipped_steps")
-        settings = {k: v for k, v in locals().items() if k not in (*own, "own", "self", "__class__")}
+        named = ("half_functions", "float_functions", "promote_functions")
+        settings = {k: v for k, v in locals().items() if k not in (*own, *named, "own", "named", "self", "__class__")}
+        functions = [half_functions or (), float_functions or (), promote_functions or ()]
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
             raise ValueError(f"num_losses={num_losses!r} cannot be used. Use a whole number of at least 1.")
         self.config = resolve(**settings)
+        if any(functions) and not self.config.patch_torch_functions:
+            raise ValueError(
+                f"Functions to cast were named, and opt_level={opt_level!r} casts none. Use opt_level='O1', or "
+                "patch_torch_functions=True."
+            )
+        self._functions = FunctionPatches(*functions)
         self._num_losses = num_losses
         self._skip_together = skip_together or []
         self._max_consecutive_skips = max_consecutive_skips
@@ -162,6 +179,8 @@ class AmpPrecision(Precision):
         warnings.filterwarnings("ignore", rf"Precision {self.precision} is not supported by the model summary")
         device = strategy.root_device
         self._stage = inner.trainer.state.fn
+        if self.config.patch_torch_functions:
+            self._functions.apply()
         if self.config.passive:
             self._take_loaded()
             self._say(device)
@@ -242,6 +261,7 @@ class AmpPrecision(Precision):
         if self._conversion is not None:
             self._conversion.undo()
             self._conversion = None
+        self._functions.undo()
         self._said = False
         self._stage = None
 
@@ -253,7 +273,7 @@ class AmpPrecision(Precision):
             if not config.patch_torch_functions:
                 yield
                 return
-            with torch.autocast(self._device_type, config.dtype, cache_enabled=self._cache):
+            with casts(self._device_type, config.dtype, self._cache):
                 yield
 
     # Training
@@ -286,15 +306,17 @@ class AmpPrecision(Precision):
         if self.config.passive:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
-        self.engine.backward(
-            tensor,
-            run=lambda scaled, **rest: model.backward(scaled, *args, **rest),
-            loss_id=loss_id,
-            optimizers=optimizers,
-            delay_unscale=delay_unscale or self._inside_window(model),
-            hold=self._unreduced(),
-            **kwargs,
-        )
+        # Activation checkpointing runs parts of the forward pass again, with autocast as it was in there.
+        with listed_casts(self._device_type) if self.config.patch_torch_functions else nullcontext():
+            self.engine.backward(
+                tensor,
+                run=lambda scaled, **rest: model.backward(scaled, *args, **rest),
+                loss_id=loss_id,
+                optimizers=optimizers,
+                delay_unscale=delay_unscale or self._inside_window(model),
+                hold=self._unreduced(),
+                **kwargs,
+            )
 
     @staticmethod
     def _inside_window(model: "pl.LightningModule") -> bool:
