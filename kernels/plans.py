@@ -8,44 +8,49 @@ they are not those of a list seen lately.
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter, is_
-from typing import Any, NamedTuple, TypeVar
-from weakref import ref
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # no public test tells a fake tensor
 
+from lightning_amp.kernels.facts import Facts
 from lightning_amp.kernels.launches import note
 
 RECENT = 32
 """How many lists are remembered, and how many plans."""
 
 _T = TypeVar("_T")
-_Layout = tuple[tuple[int, ...], tuple[int, ...]] | bool
 
 _captured: list[object] = []  # a CUDA graph replays with these for as long as the process lives
 
 
-class Place(NamedTuple):
-    """Where a list lives, and on which stream it is used: rows and scratch are never shared between streams."""
+class Place:
+    """Where a list lives, and on which stream it is used: rows and scratch are never shared between streams.
 
-    device: torch.device
-    stream: int
-    fake: bool
+    Attributes:
+        device: The device.
+        fake: Whether its tensors are fake: nothing is launched or copied.
+    """
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Place":
-        """Returns the place of ``tensor``, with its device's current stream."""
-        if isinstance(tensor, FakeTensor):
-            return cls(tensor.device, 0, True)
+    def __init__(self, device: torch.device, stream: int, fake: bool) -> None:
+        self.device = device
+        self.fake = fake
+        self._is_cuda = device.type == "cuda" and not fake
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Place":
+        """Returns the place of ``tensor``, with its device's current stream; the same object every time."""
         device = tensor.device
-        return cls(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0, False)
+        if isinstance(tensor, FakeTensor):
+            return _place(device, 0, True)
+        return _place(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0, False)
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured: what is copied now reaches the device only when it is replayed."""
-        return self.device.type == "cuda" and not self.fake and torch.cuda.is_current_stream_capturing()
+        return self._is_cuda and torch.cuda.is_current_stream_capturing()
 
     def upload(self, values: Tensor | list[int], like: Tensor) -> Tensor:
         """Copies int32 or int64 values (a CPU tensor, or int64 numbers) to the device of ``like``.
@@ -55,7 +60,7 @@ class Place(NamedTuple):
         if self.fake:
             return like.new_empty(len(values), dtype=torch.int64)
         host = values if isinstance(values, Tensor) else torch.frombuffer(array("q", values), dtype=torch.int64)
-        if self.device.type == "cpu":
+        if not self._is_cuda:
             return host
         host = host.pin_memory()
         if self.capturing():
@@ -63,76 +68,21 @@ class Place(NamedTuple):
         return host.to(self.device, non_blocking=True)
 
 
-class Facts:
-    """What a plan depends on in a list of tensors; one object for all lists alike, so that it is its own key.
-
-    Attributes:
-        numels: Elements of each tensor.
-        dtypes: Element types.
-        layouts: For each tensor True if contiguous, its shape and strides if dense in another order, else False; or
-            None where all are contiguous.
-    """
-
-    def __init__(
-        self, numels: tuple[int, ...], dtypes: tuple[torch.dtype, ...], layouts: tuple[_Layout, ...] | None
-    ) -> None:
-        self.numels = numels
-        self.dtypes = dtypes
-        self.layouts = layouts
-        self.kinds = frozenset(dtypes)
-
-    def layout(self, index: int) -> _Layout:
-        """Returns the layout of one tensor."""
-        return True if self.layouts is None else self.layouts[index]
+_place = lru_cache(64)(Place)
 
 
-_interned = lru_cache(RECENT)(Facts)
-_dtype = attrgetter("dtype")
-
-
-def _facts(tensors: Sequence[Tensor]) -> Facts:
-    plain = all(map(Tensor.is_contiguous, tensors))
-    layouts = None if plain else tuple(_layout(t.shape, t.stride()) for t in tensors)
-    return _interned(tuple(map(Tensor.numel, tensors)), tuple(map(_dtype, tensors)), layouts)
-
-
-@lru_cache(4096)
-def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> _Layout:
-    order = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1)
-    expected = 1
-    for stride, size in order:
-        if stride != expected:
-            return 0 in shape
-        expected *= size
-    in_order = [stride for size, stride in zip(shape, strides, strict=True) if size != 1]
-    return True if in_order == sorted(in_order, reverse=True) else (tuple(shape), tuple(strides))
-
-
+@dataclass(frozen=True, eq=False)
 class Listing:
-    """A list of tensors with its facts, and the row of its addresses on the device.
+    """A list of tensors on a device: its facts, and the row of its addresses there. It does not hold the tensors."""
 
-    It holds the tensors weakly: they are told again as the same objects at the same addresses, so that nothing else
-    about them has to be looked at twice.
-    """
-
-    def __init__(self, place: Place, tensors: Sequence[Tensor], addresses: list[int]) -> None:
-        self.place = place
-        self.addresses = addresses
-        self.facts = _facts(tensors)
-        self.row = place.upload(addresses, tensors[0])
-        self._refs = list(map(ref, tensors))
-        note("row", 0, 8 * len(addresses))
-
-    def is_of(self, place: Place, tensors: Sequence[Tensor], addresses: list[int]) -> bool:
-        """Whether it is the listing of these tensors."""
-        return (
-            addresses == self.addresses
-            and place == self.place
-            and all(map(is_, [alive() for alive in self._refs], tensors))
-        )
+    place: Place
+    facts: Facts
+    addresses: list[int]
+    row: Tensor
 
 
 _recent: list[Listing] = []
+_facts: list[Facts] = []
 
 
 def listed(tensors: Sequence[Tensor]) -> Listing:
@@ -143,16 +93,34 @@ def listed(tensors: Sequence[Tensor]) -> Listing:
     """
     place = Place.of(tensors[0])
     addresses = list(map(id if place.fake else Tensor.data_ptr, tensors))
-    found = next((known for known in reversed(_recent) if known.is_of(place, tensors, addresses)), None)
-    listing = found or Listing(place, tensors, addresses)
+    for at in range(len(_recent) - 1, -1, -1):
+        known = _recent[at]
+        if known.addresses == addresses and known.place is place and known.facts.hold_for(tensors):
+            if place.capturing():
+                _captured.append(known)
+            else:
+                _recent.append(_recent.pop(at))
+            return known
+    listing = Listing(place, _known_facts(tensors), addresses, place.upload(addresses, tensors[0]))
+    note("row", 0, 8 * len(addresses))
     if place.capturing():
         _captured.append(listing)
-        return listing
-    if found:
-        _recent.remove(found)
-    _recent.append(listing)
-    del _recent[:-RECENT]
+    else:
+        _recent.append(listing)
+        del _recent[:-RECENT]
     return listing
+
+
+def _known_facts(tensors: Sequence[Tensor]) -> Facts:
+    for at in range(len(_facts) - 1, -1, -1):
+        if _facts[at].hold_for(tensors):
+            facts = _facts.pop(at)
+            break
+    else:
+        facts = Facts(tensors)
+    _facts.append(facts)
+    del _facts[:-RECENT]
+    return facts
 
 
 _plans: OrderedDict[Hashable, Any] = OrderedDict()

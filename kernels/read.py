@@ -23,7 +23,8 @@ def _square(grad, again, at, mask, factor, FLAGS: tl.constexpr):
 def read_kernel(chunks, count, sizes, grads, partials, ticket, result, KINDS: tl.constexpr, BLOCK: tl.constexpr):
     """Writes the norm and whether any value is non-finite.
 
-    The order of all sums is fixed by the list alone, so the norm of the same numbers is the same on every device.
+    The order of all sums is fixed by the sizes and the alignment of the tensors: the norm of the same numbers there
+    never changes, whatever the device.
 
     Args:
         chunks: int32 ``[count, 3]``: tensor, chunk of it, its kind.

@@ -8,7 +8,7 @@ value is read with ``tolist()``, which costs neither a copy nor a synchronisatio
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,6 +168,25 @@ def clip_value(grads: Sequence[Tensor], found_inf: Tensor, max_value: float) -> 
     bound = torch.where(found_inf > 0, math.inf, max_value)
     torch._foreach_minimum_(list(grads), [bound] * len(grads))
     torch._foreach_maximum_(list(grads), [-bound] * len(grads))
+
+
+def read_and_clip(grads: Sequence[Tensor], algorithm: Literal["norm", "value"], bound: float) -> Reading:
+    """Reads gradients, then clips them in place: `read`, then `clip_norm` or `clip_value` with what it gave.
+
+    Args:
+        grads: At least one dense floating tensor, in place.
+        algorithm: Which of the two.
+        bound: The largest norm, or the largest value; positive.
+
+    Returns:
+        The reading from before the clip.
+    """
+    reading = read(grads)
+    if algorithm == "norm":
+        clip_norm(grads, reading.norm, bound)
+    else:
+        clip_value(grads, reading.found_inf, bound)
+    return reading
 
 
 def refresh(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_amp.kernels.plans import Facts, Place
+from lightning_amp.kernels.facts import Facts
+from lightning_amp.kernels.plans import Place
 from lightning_amp.kernels.tiles import CHUNK
 
 

@@ -4,21 +4,22 @@ Signatures and results are the reference's. Nothing is read back from the device
 whose type the kernels do not know, goes through the reference by itself.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from operator import is_
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version  # the kernels write behind autograd's back
 
 from lightning_amp.kernels import reference
-from lightning_amp.kernels.plans import Place, listed, planned
+from lightning_amp.kernels.plans import Listing, Place, listed, planned
 from lightning_amp.kernels.programs import ClipPlan, CollectPlan, ReadPlan, UpdatePlan, WeightsPlan
 from lightning_amp.kernels.reference import HALF_DTYPES, Reading
 from lightning_amp.kernels.scale_rule import ScaleRule
 
-__all__ = ["Reading", "adopt", "clip_norm", "clip_value", "collect", "read", "refresh", "update"]
+__all__ = ["Reading", "adopt", "clip_norm", "clip_value", "collect", "read", "read_and_clip", "refresh", "update"]
 
 
 def collect(
@@ -69,7 +70,10 @@ def _home(new: Tensor, old: Tensor | None, widen: bool, in_place: bool) -> Tenso
 
 def read(grads: Sequence[Tensor]) -> Reading:
     """See `lightning_amp.kernels.reference.read`."""
-    listing = listed(grads)
+    return _read(grads, listed(grads))
+
+
+def _read(grads: Sequence[Tensor], listing: Listing) -> Reading:
     plan = planned(("read", listing.place, listing.facts), listing.place, lambda: ReadPlan(listing, grads[0]))
     result = grads[0].new_empty(2, dtype=torch.float32)
     plan.launch(listing, result)
@@ -82,27 +86,32 @@ def read(grads: Sequence[Tensor]) -> Reading:
 
 def clip_norm(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """See `lightning_amp.kernels.reference.clip_norm`; where there is nothing to clip, no gradient is touched."""
-    rest = _clip(grads, norm, max_norm, by_value=False)
-    if rest:
-        reference.clip_norm(rest, norm, max_norm)
+    if grads:
+        _clip(grads, listed(grads), "norm", norm, max_norm)
 
 
 def clip_value(grads: Sequence[Tensor], found_inf: Tensor, max_value: float) -> None:
     """See `lightning_amp.kernels.reference.clip_value`; chunks with nothing to clip are not written."""
-    rest = _clip(grads, found_inf, max_value, by_value=True)
-    if rest:
-        reference.clip_value(rest, found_inf, max_value)
+    if grads:
+        _clip(grads, listed(grads), "value", found_inf, max_value)
 
 
-def _clip(grads: Sequence[Tensor], reading: Tensor, bound: float, by_value: bool) -> list[Tensor]:
-    if not grads:
-        return []
+def read_and_clip(grads: Sequence[Tensor], algorithm: Literal["norm", "value"], bound: float) -> Reading:
+    """See `lightning_amp.kernels.reference.read_and_clip`; looks at the list once, for both launches."""
     listing = listed(grads)
-    key = ("clip", listing.place, listing.facts, by_value)
-    plan = planned(key, listing.place, lambda: ClipPlan(listing, by_value, grads[0]))
-    plan.launch(listing, reading.to(torch.float32), float(bound))
+    reading = _read(grads, listing)
+    _clip(grads, listing, algorithm, reading.norm if algorithm == "norm" else reading.found_inf, bound)
+    return reading
+
+
+def _clip(grads: Sequence[Tensor], listing: Listing, algorithm: str, of_reading: Tensor, bound: float) -> None:
+    key = ("clip", listing.place, listing.facts, algorithm)
+    plan = planned(key, listing.place, lambda: ClipPlan(listing, algorithm == "value", grads[0]))
+    plan.launch(listing, of_reading.to(torch.float32), float(bound))
     increment_version(grads)
-    return [grads[i] for i in plan.rest]
+    if plan.rest:
+        rest = [grads[i] for i in plan.rest]
+        (reference.clip_norm if algorithm == "norm" else reference.clip_value)(rest, of_reading, bound)
 
 
 def refresh(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
@@ -132,14 +141,15 @@ def adopt(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
 
 def _weights(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> WeightsPlan:
     source, target = listed(halves), listed(masters)
-    key: tuple[Hashable, ...] = ("weights", source, target)  # these very tensors, for the sake of the fingerprints
+    key = ("weights", source, target)  # these very addresses, for the sake of the fingerprints
     return planned(key, source.place, lambda: WeightsPlan(source, target, halves[0]))
 
 
 def update(state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRule) -> None:
     """See `lightning_amp.kernels.reference.update`."""
     if loss is not None:
-        loss = loss.detach().to(state.device)
+        if loss.device != state.device:
+            loss = loss.to(state.device)
         if loss.numel() != 1:
             loss = torch.where(torch.isfinite(loss).all(), 0.0, float("nan"))
     place = Place.of(state)

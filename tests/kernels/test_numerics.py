@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import Literal
 
 import pytest
 import torch
@@ -233,6 +234,19 @@ def test_clip_norm_bites(dtype: torch.dtype, offset: int) -> None:
     before, norm = doubles(grads), total(grads)
     ops.clip_norm(grads, ops.read(grads).norm, 1.5)
     check(grads, [g * (1.5 / (norm + 1e-6)) for g in before])
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_read_and_clip_is_both(algorithm: Literal["norm", "value"]) -> None:
+    grads = [*draw(SMALL, torch.float32), *layouts()]
+    twins = [g.clone() for g in grads]
+    reading, alone = ops.read_and_clip(grads, algorithm, 0.5), ops.read(twins)
+    torch.testing.assert_close(tuple(reading), tuple(alone))
+    if algorithm == "norm":
+        ops.clip_norm(twins, alone.norm, 0.5)
+    else:
+        ops.clip_value(twins, alone.found_inf, 0.5)
+    check(grads, doubles(twins))
 
 
 @pytest.mark.parametrize("norm", [0.5, 0.0, *BAD[::2]])
