@@ -5,8 +5,7 @@ time; none counts calls, because activation checkpointing runs inner modules a s
 """
 
 import re
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -19,7 +18,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lightning_amp.batches import cast
-from lightning_amp.master_weights import MasterWeights, merged
+from lightning_amp.fp32_state_dicts import LoadFp32, SaveFp32
+from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig, KeepFp32
 
 
@@ -42,10 +42,12 @@ class _Own(NamedTuple):
 
 
 def _holders(module: nn.Module) -> list[nn.Module]:
-    """Returns the modules below ``module`` that are part of it rather than called: parametrizations, parameter lists."""
-    lists = [child for child in module.children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))]
-    parametrizations = module.parametrizations.modules() if parametrize.is_parametrized(module) else ()
-    return [*lists, *parametrizations]  # type: ignore[list-item]
+    """Returns the modules that merely hold tensors for ``module``: its parametrizations and parameter lists."""
+    lists: list[nn.Module] = [
+        child for child in module.children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))
+    ]
+    parametrizations = module.get_submodule("parametrizations").modules() if parametrize.is_parametrized(module) else ()
+    return [*lists, *parametrizations]
 
 
 def _own_tensors(module: nn.Module) -> _Own:
@@ -127,17 +129,10 @@ class Conversion:
         fp32 = self._fp32_ids(root, units.values(), spared)
         dtypes: dict[nn.Module, torch.dtype] = {}
         for module, own in units.items():
-            halves = [p for p in own.params if id(p) not in fp32 and p.dtype in (torch.float32, self._half)]
-            for param in halves:
-                if param.dtype is torch.float32:
-                    self._masters.convert(param, self._half)
-            for owner, buffer in own.buffers if halves else ():
-                self._masters.convert_buffer(owner, buffer, self._half)
-            if halves:
-                dtypes[module] = self._half
-            elif any(p.dtype is torch.float32 for p in own.params) and not isinstance(module, _BatchNorm):
-                dtypes[module] = torch.float32
-        dtypes.pop(root if spared is root else nn.Module(), None)
+            dtype = self._convert_own(own, fp32)
+            takes_any = module is spared or isinstance(module, _BatchNorm)
+            if dtype is self._half or (dtype is torch.float32 and not takes_any):
+                dtypes[module] = dtype
         for model in [root] if root_is_model else models_below(root):
             if any(p.dtype is self._half for p in model.parameters()):
                 dtypes.setdefault(model, self._half)
@@ -148,7 +143,19 @@ class Conversion:
         self._note_kept(root)
         self._keep_state_dicts_fp32(root)
 
-    def _fp32_ids(self, root: nn.Module, units: Iterable[_Own], spared: nn.Module | None) -> set[int]:
+    def _convert_own(self, own: _Own, fp32: set[int]) -> torch.dtype | None:
+        """Converts what a module owns and returns the dtype it computes in, None where its weights do not tell."""
+        halves = [p for p in own.params if id(p) not in fp32 and p.dtype in (torch.float32, self._half)]
+        for param in halves:
+            if param.dtype is torch.float32:
+                self._masters.convert(param, self._half)
+        for owner, buffer in own.buffers if halves else ():
+            self._masters.convert_buffer(owner, buffer, self._half)
+        if halves:
+            return self._half
+        return torch.float32 if any(p.dtype is torch.float32 for p in own.params) else None
+
+    def _fp32_ids(self, root: nn.Module, units: Collection[_Own], spared: nn.Module | None) -> set[int]:
         """Returns the ids of the parameters that stay float32."""
         kept = {m for name, module in root.named_modules() if self._is_kept(module, name) for m in module.modules()}
         fp32 = {id(p) for module in kept for p in module.parameters(recurse=False)}
@@ -172,7 +179,8 @@ class Conversion:
 
     def _note_kept(self, root: nn.Module) -> None:
         norms = {id(p) for m in root.modules() if isinstance(m, _BatchNorm) for p in m.parameters()}
-        self.kept += [n for n, p in root.named_parameters() if p.dtype is torch.float32 and id(p) not in norms]
+        named = root.named_parameters(remove_duplicate=False)
+        self.kept += [name for name, p in named if p.dtype is torch.float32 and id(p) not in norms]
 
     def _keep_state_dicts_fp32(self, root: nn.Module) -> None:
         save, load = SaveFp32(self._masters), LoadFp32(self._masters)
@@ -191,78 +199,6 @@ class Conversion:
         self._handles.clear()
 
 
-class _StateDictHook:
-    """A hook that a copy of its module does not carry on: copies and pickles of it do nothing.
-
-    Args:
-        masters: Where the float32 values are; held weakly.
-    """
-
-    def __init__(self, masters: MasterWeights | None = None) -> None:
-        self._masters = (lambda: None) if masters is None else weakref.ref(masters)
-
-    def __reduce__(self) -> tuple[type["_StateDictHook"], tuple[()]]:
-        return type(self), ()
-
-    def _pairs(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yields the key, the half tensor and its float32 side, for each of the module's own tensors that has one."""
-        masters = self._masters()
-        if masters is None:
-            return
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            master = masters.of(param)
-            if master is not None:
-                yield prefix + name, param, master
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            original = masters.of_buffer(module, name)
-            if original is not None:
-                yield prefix + name, buffer, original
-
-
-class SaveFp32(_StateDictHook):
-    """Puts float32 values into a state dict in place of half ones; they are fresh tensors.
-
-    One instance serves all modules of a model, so that a tied weight is one tensor under both its names, and is
-    written to a file once.
-
-    Args:
-        masters: Where the float32 values are; held weakly.
-    """
-
-    def __init__(self, masters: MasterWeights | None = None) -> None:
-        super().__init__(masters)
-        self._latest: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-        for key, half, master in self._pairs(module, prefix):
-            value = state_dict.get(key)
-            if value is half or not isinstance(value, Tensor):  # with keep_vars the caller wants the parameter itself
-                continue
-            if value.data_ptr() == half.data_ptr():
-                state_dict[key] = self._value(key, half, master, state_dict)
-            elif value.dtype is half.dtype:  # another hook's work
-                state_dict[key] = value.float()
-
-    def _value(self, key: str, half: Tensor, master: Tensor, state_dict: dict[str, Any]) -> Tensor:
-        other, made = self._latest.get(id(half), (key, None))
-        value = None if made is None else made()
-        if value is None or other == key or state_dict.get(other) is not value:
-            value = merged(half, master)
-            self._latest[id(half)] = key, weakref.ref(value)
-        return value
-
-
-class LoadFp32(_StateDictHook):
-    """Fills the float32 side from a state dict that is being loaded; the half side follows by the usual copy."""
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for key, _half, master in self._pairs(module, prefix):
-            value = state_dict.get(key)
-            if isinstance(value, Tensor) and value.shape == master.shape:
-                with torch.no_grad():
-                    master.copy_(value)
-
-
 _DTYPE_ERROR = re.compile(
     r"same dtype|type.*(Half|BFloat16|half|bfloat16)|(Half|BFloat16).*type|not implemented for '(Half|BFloat16)'"
 )
@@ -270,7 +206,7 @@ _DTYPE_ERROR = re.compile(
 
 @contextmanager
 def explained_dtype_errors() -> Iterator[None]:
-    """Adds the remedy to torch's error where a half weight met a float32 tensor, or a function without a half kernel."""
+    """Adds the remedy to torch's error where a half weight met another dtype or a function that knows no half."""
     try:
         yield
     except RuntimeError as error:
