@@ -65,7 +65,8 @@ class SaveFp32(_StateDictHook):
     def _value(self, key: str, half: Tensor, master: Tensor, state_dict: dict[str, Any]) -> Tensor:
         other, made = self._latest.get(id(half), (key, None))
         known = None if made is None else made()
-        if known is not None and other != key and known is state_dict.get(other):
+        there = known is state_dict.get(other)
+        if known is not None and other != key and there:
             return known
         value = merged(half, master)
         self._latest[id(half)] = key, weakref.ref(value)
