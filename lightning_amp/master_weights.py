@@ -20,7 +20,7 @@ def merged(half: Tensor, master: Tensor) -> Tensor:
     Returns:
         A fresh float32 tensor on the device of ``half``; neither argument is changed.
     """
-    if half.shape != master.shape:  # a buffer that was replaced by another
+    if half.shape != master.shape:  # outgrown, or a buffer that was replaced by another
         return half.detach().to(master.dtype, copy=True)
     master = master.detach().to(half.device)
     half = half.detach()
@@ -78,7 +78,11 @@ class MasterWeights:
         """
         if (module, name) not in self._buffers:
             buffer = module.get_buffer(name)
-            self._buffers[module, name] = buffer.detach().clone()
+            if buffer.dtype is dtype:  # converted already, as another module's
+                original = next(o for (m, n), o in self._buffers.items() if m.get_buffer(n) is buffer)
+            else:
+                original = buffer.detach().clone()
+            self._buffers[module, name] = original
             buffer.data = buffer.data.to(dtype)
 
     def of(self, param: Tensor) -> nn.Parameter | None:
@@ -105,6 +109,24 @@ class MasterWeights:
                     self._take_fp32_gradients(param)
             elif master.device != param.device:
                 master.data = master.data.to(param.device)
+
+    def outgrow(self, params: Iterable[Tensor]) -> None:
+        """Has weights that were stepped without masters stand for themselves from now on, also where one comes back to
+        the half value it had: what is saved depends on what it is, not on where it has been.
+
+        Args:
+            params: Parameters of any dtype. Where masters are lent, nothing happens.
+        """
+        if not self.lend_to_optimizers:
+            for param in params:
+                if (original := self._masters.get(param)) is not None:
+                    original.data = original.new_empty(0)
+
+    def outgrown(self, params: Iterable[Tensor]) -> bool:
+        """Tells whether none of these parameters has an original left that `outgrow` would take."""
+        if self.lend_to_optimizers:
+            return True
+        return not any((m := self._masters.get(p)) is not None and m.shape == p.shape for p in params)
 
     def broadcast(self) -> None:
         """Brings every process's float32 values in line with those of the first; DDP does so for half weights only."""
@@ -137,8 +159,8 @@ class MasterWeights:
                     param.grad_dtype = torch.float32
                     param.grad = None if grad is None else grad.to(torch.float32)
             for (module, name), original in self._buffers.items():
-                buffer = module.get_buffer(name)
-                if buffer.dtype in HALF_DTYPES:
+                buffer = dict(module.named_buffers(recurse=False, remove_duplicate=False)).get(name)
+                if buffer is not None and buffer.dtype in HALF_DTYPES:  # it may have been removed
                     buffer.data = merged(buffer, original)
         self._masters.clear()
         self._buffers.clear()

@@ -140,6 +140,7 @@ class Stepper:
                 self.record.add(Outcome.SKIPPED)
                 return None
             result = self._call(kwargs)
+            self._masters.outgrow(params)
             self.record.add(Outcome.STEPPED)
             if self._can_decide_on_device():
                 self._primed = list(map(id, params))  # also where an optimizer keeps no state, as plain SGD
@@ -169,7 +170,7 @@ class Stepper:
             return False
         ids = list(map(id, params))
         if ids != self._primed:
-            if not all(self.optimizer.state.get(p) for p in params):
+            if not all(self.optimizer.state.get(p) for p in params) or not self._masters.outgrown(params):
                 return False
             self._primed = ids
         return True
