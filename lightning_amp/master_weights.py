@@ -56,8 +56,12 @@ class MasterWeights:
         """
         if param not in self._masters:
             self._add(param, param.detach().clone())
+            grad, param.grad = param.grad, None
             param.data = param.data.to(dtype)
             self._take_fp32_gradients(param)
+            if not self.lend_to_optimizers and param.grad_dtype is not dtype:
+                param.grad_dtype = dtype  # it no longer follows the dtype once it has been set, as by `restore`
+            param.grad = grad if grad is None or self.lend_to_optimizers else grad.to(dtype)
 
     def _add(self, param: Tensor, value: Tensor) -> nn.Parameter:
         master = nn.Parameter(value, requires_grad=param.requires_grad)
@@ -156,7 +160,8 @@ class MasterWeights:
                     grad = param.grad
                     param.grad = None  # a gradient of the old dtype would make the next line raise
                     param.data = value
-                    param.grad_dtype = torch.float32
+                    if param.grad_dtype is not torch.float32:
+                        param.grad_dtype = torch.float32
                     param.grad = None if grad is None else grad.to(torch.float32)
             for (module, name), original in self._buffers.items():
                 buffer = dict(module.named_buffers(recurse=False, remove_duplicate=False)).get(name)
