@@ -306,12 +306,12 @@ def test_promise_10_what_stays_float32_is_named(level: str, caplog: Any, monkeyp
     stays: set[str] = set()
 
     def step(module: Any, *_: Any) -> None:
-        stays.update(n for n, p in module.named_parameters(remove_duplicate=False) if p.dtype is torch.float32)
+        stays.update(n for n, p in module.named_parameters() if p.dtype is torch.float32)
 
     fit(Partly(step), amp(level, keep_fp32="head"))
     (message,) = [m for m in caplog.messages if "AmpPrecision" in m]
     (line,) = [x for x in message.splitlines() if "stays float32" in x]
-    assert stays == {"temperature", "head.weight", "head.bias", "tied.weight", "tied.bias"}
+    assert stays == {"temperature", "head.weight", "head.bias", "tied.bias"}
     assert {name.strip() for name in line.split(":")[1].split(",")} == stays
 
 
