@@ -19,9 +19,9 @@ from typing_extensions import override
 from lightning_amp.autocast import cache_is_sound
 from lightning_amp.casting import Conversion, explained_dtype_errors
 from lightning_amp.checkpoint import grad_scaler_state
+from lightning_amp.cpu_casts import casts, listed_casts
 from lightning_amp.engine import Engine
 from lightning_amp.function_patches import FunctionPatches
-from lightning_amp.functions import casts, listed_casts
 from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.loss_scaler import LossScalers, name_of
 from lightning_amp.master_weights import MasterWeights, merged
@@ -141,6 +141,7 @@ class AmpPrecision(Precision):
         self._scalers: LossScalers | None = None
         self._engine: Engine | None = None
         self._ddp: DistributedDataParallel | None = None
+        self._held: list[SkipAwareScheduler] = []
         self._loaded: tuple[str, Any] | None = None
         self._stage: TrainerFn | None = None
         self._device_type = "cpu"
@@ -211,6 +212,7 @@ class AmpPrecision(Precision):
             self._masters.broadcast()  # DDP brings the half weights in line, and knows of nothing else
         if optimizers and before is not None and list(map(id, before.optimizers)) == list(map(id, optimizers)):
             self._engine.load_state_dict(before.state_dict())  # an evaluation after `fit` forgets nothing
+        self._held = []
         if self._hold_schedulers:
             for config in lr_schedulers:
                 self._hold(config)
@@ -225,9 +227,12 @@ class AmpPrecision(Precision):
 
     def _hold(self, config: Any) -> None:
         optimizer = getattr(config.scheduler, "optimizer", None)
-        if any(optimizer is mine for mine in self.engine.optimizers):
+        if not any(optimizer is mine for mine in self.engine.optimizers):
+            return
+        if type(config.scheduler) is not SkipAwareScheduler:  # it is where an evaluation follows a training
             record = self.engine.record(optimizer)
             config.scheduler = SkipAwareScheduler(config.scheduler, lambda: record.progress)
+        self._held.append(config.scheduler)
 
     def _refuse_strategy(self, strategy: Any) -> None:
         names = {c.__name__ for c in type(strategy).__mro__}
@@ -442,7 +447,10 @@ class AmpPrecision(Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._engine is None else self._engine.state_dict()
+        if self._engine is None:
+            return {}
+        state = self._engine.state_dict()  # first, since it settles what the schedulers look at
+        return state | {"schedulers": [scheduler.since_last_call for scheduler in self._held]}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -483,6 +491,8 @@ class AmpPrecision(Precision):
             return
         else:
             left_out = self.engine.load_state_dict(state, name)
+            for scheduler, since in zip(self._held, saved.schedulers, strict=False):
+                scheduler.go_on(*since)
         if left_out:
             lines = "".join(f"\n  {line}" for line in left_out)
             rank_zero_warn(f"AmpPrecision went on from a checkpoint that does not fit in full:{lines}")

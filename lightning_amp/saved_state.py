@@ -1,7 +1,7 @@
 """Reading a saved state, of this package or of others: checked as a whole, or refused by the key that is damaged."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,11 +47,13 @@ class Saved:
         scalers: By key.
         optimizers: What became of each optimizer's steps, or None where the format does not say.
         num_losses: How many loss ids there were, or None likewise.
+        schedulers: For each learning-rate scheduler, the optimizer steps tried and made since its last move.
     """
 
     scalers: dict[Key, SavedScaler] = field(default_factory=dict)
     optimizers: list[dict[str, Any]] | None = None
     num_losses: int | None = None
+    schedulers: list[tuple[int, int]] = field(default_factory=list)
 
 
 class _Reader:
@@ -77,6 +79,12 @@ class _Reader:
 
     def below(self, key: str) -> "_Reader":
         return _Reader(self.get(key), f"{self.where}[{key!r}]")
+
+    def list(self, key: str) -> list["_Reader"]:
+        values = self.get(key)
+        if not isinstance(values, (list, tuple)):
+            raise self.damaged(key, f"is {_short(values)}, and a list is expected")
+        return [_Reader(value, f"{self.where}[{key!r}][{i}]") for i, value in enumerate(values)]
 
     def number(self, key: str, low: float = 0.0) -> float:
         value = self.get(key)
@@ -154,13 +162,11 @@ def _read_ours(reader: _Reader) -> Saved:
         raise reader.damaged("version", f"is {version}, and 1 to {VERSION} is expected")
     static = reader.below("settings").get("loss_scale") != "dynamic" if version > 1 else None
     scalers = reader.below("scalers")
-    optimizers = reader.get("optimizers" if version > 1 else "outcomes")
-    if not isinstance(optimizers, Sequence) or isinstance(optimizers, str):
-        raise reader.damaged("optimizers", f"is {_short(optimizers)}, and a list is expected")
     return Saved(
         {_key(name, scalers): _read_scaler(scalers.below(name), static) for name in scalers.entry},
-        [_read_optimizer(_Reader(o, f"{reader.where}['optimizers'][{i}]")) for i, o in enumerate(optimizers)],
+        [_read_optimizer(o) for o in reader.list("optimizers" if version > 1 else "outcomes")],
         reader.count("num_losses") if version > 1 else None,
+        [_read_scheduler(s) for s in reader.list("schedulers")] if "schedulers" in reader.entry else [],
     )
 
 
@@ -189,6 +195,10 @@ def _read_optimizer(reader: _Reader) -> dict[str, Any]:
             what = f"is {_short(values['latest'])}, and 'stepped', 'skipped', 'idle' or None is expected"
             raise reader.damaged("latest", what)
     return values
+
+
+def _read_scheduler(reader: _Reader) -> tuple[int, int]:
+    return reader.count("tried"), int(reader.number("made", low=-math.inf))
 
 
 def _alone(scale: float, clean: float, dynamic: bool = True) -> SavedScaler:

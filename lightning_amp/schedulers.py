@@ -25,6 +25,22 @@ class SkipAwareScheduler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_scheduler"], name)
 
+    @property
+    def since_last_call(self) -> dict[str, int]:
+        """Steps ``tried`` and ``made`` since the last call; -1 made where one was taken for real that was not."""
+        attempts, steps = self._progress()
+        return {"tried": attempts - self._attempts, "made": steps - self._steps}
+
+    def go_on(self, tried: int, made: int) -> None:
+        """Takes up where another left off.
+
+        Args:
+            tried: The other's `since_last_call`.
+            made: Likewise.
+        """
+        attempts, steps = self._progress()
+        self._attempts, self._steps = attempts - tried, steps - made
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps the scheduler, unless its optimizer was stepped since the last call and did not move.
 
