@@ -5,6 +5,7 @@ the CPU lacks them, with the functions of torch's Python code that are made of l
 (https://docs.pytorch.org/docs/stable/amp.html, and ``ATen/autocast_mode.h`` in torch itself).
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from inspect import isroutine
 from typing import Any, Literal
@@ -35,21 +36,23 @@ matrix_exp matrix_power orgqr ormqr pinverse qr slogdet stft svd"""
 _HALF_KERNEL_IN_LINALG = {"cross", "diagonal", "matmul", "matrix_norm", "multi_dot", "norm", "vecdot", "vector_norm"}
 _NO_ARITHMETIC_IN_FFT = {"fftfreq", "fftshift", "ifftshift", "rfftfreq"}
 
-_OWNERS = (torch, F, Tensor, torch.linalg, torch.special)
+_OWNERS = (torch, F, Tensor, torch.linalg, torch.special, torch._VF)
+"""The last is where torch's recurrent layers look their functions up."""
 
 
-def _spellings(names: str) -> Iterator[Callable[..., Any]]:
-    for name in names.split():
-        found = {getattr(owner, name, None) for owner in _OWNERS}
-        yield from filter(isroutine, found)  # not `torch.cpu`, which is a module
+def _places() -> Iterator[tuple[tuple[Any, str], tuple[Callable[..., Any], Kind]]]:
+    lists: dict[Kind, str] = {"half": _HALF, "float": _FLOAT, "promote": _PROMOTE}
+    for kind, names in lists.items():
+        for owner, name in itertools.product(_OWNERS, names.split()):
+            function = getattr(owner, name, None)
+            if isroutine(function):  # not `torch.cpu`, which is a module
+                yield (owner, name), (function, kind)
 
 
-CPU_CASTS: dict[Callable[..., Any], Kind] = {
-    **dict.fromkeys(_spellings(_HALF), "half"),
-    **dict.fromkeys(_spellings(_FLOAT), "float"),
-    **dict.fromkeys(_spellings(_PROMOTE), "promote"),
-}
-"""Every spelling of each listed function that the CPU's autocast does not cast by itself, and how it is cast."""
+CPU_PLACES: dict[tuple[Any, str], tuple[Callable[..., Any], Kind]] = dict(_places())
+"""Where torch keeps each listed function that the CPU's autocast does not cast by itself, and how it is cast."""
+
+CPU_CASTS: dict[Callable[..., Any], Kind] = dict(CPU_PLACES.values())
 
 
 def without_half_kernel() -> Iterator[tuple[Any, str]]:

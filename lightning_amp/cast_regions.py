@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_amp.autocast import no_autocast
-from lightning_amp.functions import casts
+from lightning_amp.cpu_casts import casts
 
 DEVICE_TYPES = ("cpu", "cuda")
 

@@ -7,17 +7,15 @@ registered ones are wrapped where they live for as long as a training needs them
 
 import functools
 import importlib
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from lightning_amp.autocast import no_autocast
 from lightning_amp.batches import cast, tensors_in
-from lightning_amp.cast_lists import CPU_CASTS, Kind
+from lightning_amp.cast_lists import Kind
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 Place = tuple[Any, str]
@@ -163,7 +161,7 @@ def wrapped(function: Fn, kind: Kind) -> Fn:
         device = autocast_device(args, kwargs)
         if device is None:
             return function(*args, **kwargs)
-        args, kwargs = _cast_arguments(kind, device, args, kwargs)
+        args, kwargs = cast_arguments(kind, device, args, kwargs)
         with no_autocast(device) if kind == "float" else nullcontext():
             return function(*args, **kwargs)
 
@@ -178,7 +176,15 @@ def autocast_device(args: Any, kwargs: Any) -> str | None:
     return None
 
 
-def _cast_arguments(kind: Kind, device: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def cast_arguments(kind: Kind, device: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns a function's arguments with their floating tensors cast; float64 ones only where that is the widest.
+
+    Args:
+        kind: How they are cast.
+        device: The device type whose autocast says what half is.
+        args: Positional ones.
+        kwargs: Those by keyword.
+    """
     dtype = torch.float32 if kind == "float" else torch.get_autocast_dtype(device)
     if kind == "promote":
         dtypes = {t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}
@@ -186,59 +192,3 @@ def _cast_arguments(kind: Kind, device: str, args: Any, kwargs: Any) -> tuple[An
             return args, kwargs
         dtype = functools.reduce(torch.promote_types, dtypes)
     return cast(args, dtype, doubles=False), cast(kwargs, dtype, doubles=False)
-
-
-# A region of autocast that means the same on every device
-
-
-class _Active(threading.local):
-    count = 0
-
-
-_active = _Active()
-
-
-class CpuCasts(TorchFunctionMode):
-    """Adds to the CPU's autocast what CUDA's casts besides; where autocast is off it does nothing."""
-
-    def __enter__(self) -> "CpuCasts":
-        _active.count += 1
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _active.count -= 1
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        kind = CPU_CASTS.get(func)
-        if kind is None or not torch.is_autocast_enabled("cpu") or kwargs.get("out") is not None:
-            return func(*args, **kwargs)
-        args, kwargs = _cast_arguments(kind, "cpu", args, kwargs)
-        with no_autocast("cpu"):  # as on CUDA, where nothing inside a listed function is cast again
-            return func(*args, **kwargs)
-
-
-def listed_casts(device_type: str) -> AbstractContextManager[Any]:
-    """Returns a context in which autocast, where it is on, casts the same functions on every device.
-
-    Args:
-        device_type: As in `torch.autocast`.
-    """
-    return CpuCasts() if device_type == "cpu" and not _active.count else nullcontext()
-
-
-@contextmanager
-def casts(device_type: str, dtype: torch.dtype, cache: bool) -> Iterator[None]:
-    """Casts functions inside the block as O1 does.
-
-    Args:
-        device_type: As in `torch.autocast`.
-        dtype: The half type.
-        cache: Whether a weight's half copy is kept for its next use.
-    """
-    with torch.autocast(device_type, dtype, cache_enabled=cache), listed_casts(device_type):
-        yield

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_amp import open_window
 from lightning_amp.autocast import cache_is_sound
 from lightning_amp.casting import Conversion, explained_dtype_errors
 from lightning_amp.checkpoint import grad_scaler_state
@@ -142,6 +143,10 @@ class AmpPrecision(Precision):
         self._engine: Engine | None = None
         self._ddp: DistributedDataParallel | None = None
         self._held: list[SkipAwareScheduler] = []
+        self._optimizers: list[Optimizer] = []
+        self._alone = True
+        self._window_open = False
+        self._loaded_window: dict[str, Any] = {}
         self._loaded: tuple[str, Any] | None = None
         self._stage: TrainerFn | None = None
         self._device_type = "cpu"
@@ -180,6 +185,7 @@ class AmpPrecision(Precision):
         warnings.filterwarnings("ignore", rf"Precision {self.precision} is not supported by the model summary")
         device = strategy.root_device
         self._stage = inner.trainer.state.fn
+        self._optimizers, self._alone = optimizers, inner.trainer.world_size == 1
         if self.config.patch_torch_functions:
             self._functions.apply()
         if self.config.passive:
@@ -267,7 +273,7 @@ class AmpPrecision(Precision):
             self._conversion.undo()
             self._conversion = None
         self._functions.undo()
-        self._said = False
+        self._said = self._window_open = False
         self._stage = None
 
     @contextmanager
@@ -308,6 +314,7 @@ class AmpPrecision(Precision):
         delay_unscale: bool = False,
         **kwargs: Any,
     ) -> None:
+        self._window_open = self._inside_window(model)
         if self.config.passive:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
@@ -318,7 +325,7 @@ class AmpPrecision(Precision):
                 run=lambda scaled, **rest: model.backward(scaled, *args, **rest),
                 loss_id=loss_id,
                 optimizers=optimizers,
-                delay_unscale=delay_unscale or self._inside_window(model),
+                delay_unscale=delay_unscale or self._window_open,
                 hold=self._unreduced(),
                 **kwargs,
             )
@@ -339,8 +346,11 @@ class AmpPrecision(Precision):
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         if self.config.passive:
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
+            result = super().optimizer_step(optimizer, model, closure, **kwargs)
+            self._window_open = False
+            return result
         result = closure()
+        self._window_open = False
         engine = self.engine
         engine.unscale(optimizer)
         self._after_closure(model, optimizer)
@@ -467,7 +477,9 @@ class AmpPrecision(Precision):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what Lightning's own mixed precision looks for, should it go on from here."""
+        """Adds the gradients of an open window, and what Lightning's own mixed precision looks for, to go on from here."""
+        if self._window_open and self._stage is TrainerFn.FITTING and self._alone:
+            checkpoint[open_window.ENTRY] = open_window.save(self._optimizers, self._engine)
         state = grad_scaler_state(self._scalers or (), self.config.rule)
         if state:
             checkpoint.setdefault(GRAD_SCALER_ENTRIES[0], state)
@@ -475,6 +487,7 @@ class AmpPrecision(Precision):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Looks for a state under other names than this class's; Lightning itself hands over that one."""
+        self._loaded_window = checkpoint.get(open_window.ENTRY) or {}
         if type(self).__qualname__ not in checkpoint:
             self._resume(*find(checkpoint, type(self).__qualname__))
 
@@ -485,14 +498,16 @@ class AmpPrecision(Precision):
         if self._stage is None:
             self._loaded = (name, state)
             return
+        left_out: list[str] = []
         if self.config.passive:
             left_out = [f"the scale of {name_of(key)}: dropped, there is none at O0" for key in saved.scalers]
-        elif saved == Saved() and list(self.engine.scalers):  # handed over before `fit`, where the checkpoint has none
-            return
-        else:
+        elif saved != Saved() or not list(self.engine.scalers):  # else one was handed over before `fit`
             left_out = self.engine.load_state_dict(state, name)
             for scheduler, since in zip(self._held, saved.schedulers, strict=False):
                 scheduler.go_on(*since)
+        window, self._loaded_window = self._loaded_window, {}
+        if window:
+            left_out += open_window.load(window, self._optimizers, self._engine)
         if left_out:
             lines = "".join(f"\n  {line}" for line in left_out)
             rank_zero_warn(f"AmpPrecision went on from a checkpoint that does not fit in full:{lines}")
