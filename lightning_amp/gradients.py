@@ -237,6 +237,19 @@ class Gradients:
             window.olds = [p.grad if id(p) in left else old for p, old in zip(window.live, window.olds, strict=True)]
             pending.params, pending.grads = [], []
 
+    @property
+    def open_window(self) -> Pending | None:
+        """What is pending, if that is one window of one scale which no distributed wrapper has yet to reduce."""
+        return self._pending[0] if len(self._pending) == 1 and not self._pending[0].held else None
+
+    def reopen(self, window: Pending) -> None:
+        """Goes on with a window that was open when a checkpoint was saved.
+
+        Args:
+            window: Its gradients are those of its parameters already.
+        """
+        self._pending = [window]
+
     def collect_pending(self, keep: Scale | None = None, owned: Iterable[Tensor] | None = None) -> None:
         """Makes pending gradients true, each by the scale of its own pass, and moves their scalers on.
 

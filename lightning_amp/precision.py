@@ -289,6 +289,15 @@ class AmpPrecision(Precision):
 
     # Training
 
+    @override
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        if self._loaded_window:  # no sooner: the Trainer clears all gradients between loading and the first step
+            window, self._loaded_window = self._loaded_window, {}
+            open_window.load(window, self._optimizers, self._engine)
+        with self.forward_context():
+            yield
+
     @property
     def engine(self) -> Engine:
         """The engine of the training under way.
@@ -477,7 +486,7 @@ class AmpPrecision(Precision):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the gradients of an open window, and what Lightning's own mixed precision looks for, to go on from here."""
+        """Adds the gradients of an open window, and what Lightning's own mixed precision would go on with."""
         if self._window_open and self._stage is TrainerFn.FITTING and self._alone:
             checkpoint[open_window.ENTRY] = open_window.save(self._optimizers, self._engine)
         state = grad_scaler_state(self._scalers or (), self.config.rule)
@@ -505,9 +514,9 @@ class AmpPrecision(Precision):
             left_out = self.engine.load_state_dict(state, name)
             for scheduler, since in zip(self._held, saved.schedulers, strict=False):
                 scheduler.go_on(*since)
-        window, self._loaded_window = self._loaded_window, {}
-        if window:
-            left_out += open_window.load(window, self._optimizers, self._engine)
+        if self._loaded_window and (misfits := open_window.misfits(self._loaded_window, self._optimizers)):
+            left_out += misfits
+            self._loaded_window = {}
         if left_out:
             lines = "".join(f"\n  {line}" for line in left_out)
             rank_zero_warn(f"AmpPrecision went on from a checkpoint that does not fit in full:{lines}")

@@ -57,7 +57,10 @@ class EMAWeights(Callback):
             # A resumed average was loaded by now; where the module is new, so is its average.
             known = self._averages.get(name)
             self._averages[name] = value.clone() if known is None else known.to(param.device)
-        self._moves = _moves(trainer)
+
+    @override
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._moves = _moves(trainer)  # not before: a resumed training has its counts only now
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
