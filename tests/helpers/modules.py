@@ -106,14 +106,17 @@ def sgd(*names: str, lr: float = 1.0, **settings: Any) -> Callable[[Any], Any]:
 
 
 def watch_steps(optimizer: Optimizer) -> list[list[Tensor | None]]:
-    """Records the gradients that each raw ``step()`` of ``optimizer`` is about to use, float32 copies."""
+    """Records the gradients that each raw ``step()`` of ``optimizer`` has used, float32 copies.
+
+    Afterwards, since plain Lightning has the step itself run the backward pass in automatic optimization.
+    """
     seen: list[list[Tensor | None]] = []
 
     def record(optimizer: Optimizer, *_: Any) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         seen.append([None if p.grad is None else p.grad.detach().float().clone() for p in params])
 
-    optimizer.register_step_pre_hook(record)
+    optimizer.register_step_post_hook(record)
     return seen
 
 
