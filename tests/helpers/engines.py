@@ -1,0 +1,71 @@
+"""The engine and its parts without a framework around them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.casting import Conversion
+from lightning_amp.engine import Engine
+from lightning_amp.master_weights import MasterWeights
+from lightning_amp.opt_levels import AmpConfig, resolve
+
+SCALE = 1024.0
+"""Where scales start: high enough to show when it is left in, low enough for every first step to be taken."""
+
+
+def config_of(level: str, **settings: Any) -> AmpConfig:
+    """Returns the config of a level whose scale starts at `SCALE`."""
+    return resolve(level, **{"init_scale": SCALE} | settings)
+
+
+def converted(model: nn.Module, level: str = "O2", *, inside: bool = False, **settings: Any) -> Conversion:
+    """Converts a model in place.
+
+    Args:
+        model: The model, or what owns the models.
+        level: O2 or O3.
+        inside: Whether ``model`` stands for a LightningModule, whose children are the models.
+        **settings: Overrides.
+    """
+    config = config_of(level, **settings)
+    conversion = Conversion(config, MasterWeights(config.master_weights))
+    conversion.convert(model, root_is_model=not inside)
+    return conversion
+
+
+def masters_of(conversion: Conversion) -> MasterWeights:
+    """Returns where a conversion put the originals."""
+    return conversion._masters
+
+
+def engine_of(
+    level: str, optimizers: Sequence[Any], *models: nn.Module, engine: dict[str, Any] | None = None, **settings: Any
+) -> Engine:
+    """Converts models as the level says and returns the engine that trains them.
+
+    Args:
+        level: The level.
+        optimizers: Over parameters of the models.
+        *models: The models.
+        engine: Further arguments of `Engine`.
+        **settings: Overrides.
+    """
+    config = config_of(level, **settings)
+    masters = MasterWeights(config.master_weights)
+    if config.cast_model_type is not None:
+        for model in models:
+            Conversion(config, masters).convert(model, root_is_model=True)
+    return Engine(config, optimizers, models, masters=masters, **{"num_losses": 3} | (engine or {}))
+
+
+def grad_of(param: Tensor) -> Tensor:
+    """Returns a gradient that is there."""
+    assert param.grad is not None
+    return param.grad
+
+
+def param(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """Returns a parameter of these values."""
+    return nn.Parameter(torch.tensor(values, dtype=dtype))
