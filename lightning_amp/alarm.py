@@ -80,28 +80,45 @@ class Alarm:
                 if scaler.rule.dynamic and scale <= scaler.rule.min_scale and self._once(f"floor {scaler.name}"):
                     warnings.warn(
                         f"The scale of {scaler.name} is at its floor, {scale:g}, and gradients are still non-finite. "
-                        f"{self._cause(scaler)}",
+                        f"{self.cause(scaler)}",
                         stacklevel=2,
                     )
         if self._limit is not None and streak >= self._limit:
             worst = max(self._scalers, key=lambda s: s.read().streak, default=None)
             raise TrainingDivergedError(
-                f"{name} skipped {streak} steps in a row. {self._cause(worst)} Look for a division by zero, a log or a "
+                f"{name} skipped {streak} steps in a row. {self.cause(worst)} Look for a division by zero, a log or a "
                 "square root at zero, or an activation beyond the range of half; train that part in float32 or "
                 "bfloat16. max_consecutive_skips sets this limit, or turns it off."
             )
 
-    def _cause(self, scaler: LossScaler | None) -> str:
+    def cause(self, scaler: LossScaler | None) -> str:
+        """Returns a sentence on why a scaler's latest backward passes overflowed; one host synchronisation.
+
+        Args:
+            scaler: The scaler, or None where none is to blame.
+        """
         state = None if scaler is None else scaler.read()
         if scaler is None or state is None or not state.streak:
             return "No backward pass produced a non-finite gradient: it came from an edit, or from a plain backward()."
         index = int(state.last_bad)
         where = self._name_of(scaler.sources[index]) if 0 <= index < len(scaler.sources) else "unknown"
-        loss = "the loss itself was non-finite" if state.bad_losses >= state.streak else "the loss was finite"
-        return (
-            f"The last {state.streak:.0f} backward passes of {scaler.name} overflowed (scale {state.scale:g}); the "
-            f"first parameter with a non-finite gradient was {where}, and {loss}."
+        bad, overflows = state.bad_losses, state.overflows
+        loss = (
+            "the loss was finite"
+            if not bad
+            else "the loss itself was non-finite"
+            if bad == overflows
+            else f"the loss itself was non-finite in {bad:.0f} of {overflows:.0f} overflows so far"
         )
+        passes = "last backward pass" if state.streak == 1 else f"last {state.streak:.0f} backward passes"
+        return (
+            f"The {passes} of {scaler.name} overflowed (scale {state.scale:g}); the first parameter with a non-finite "
+            f"gradient was {where}, and {loss}."
+        )
+
+    def causes(self) -> list[str]:
+        """Returns a sentence for each scaler whose latest backward pass overflowed; one host synchronisation each."""
+        return [self.cause(scaler) for scaler in self._scalers if scaler.read().streak]
 
     def _once(self, topic: str) -> bool:
         new = topic not in self._told

@@ -18,6 +18,7 @@ from lightning_amp.loss_scaler import DEFAULT_KEY, GRAD_KEY, Key, LossScaler, Lo
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
 from lightning_amp.outcomes import LossAccount, Outcome, OutcomeRecord
+from lightning_amp.readings import Known
 from lightning_amp.saved_state import read
 from lightning_amp.stepper import Stepper
 
@@ -75,20 +76,20 @@ class Engine:
         self._device = device
         self._distributed = distributed
         self._steppers = [Stepper(o, self.masters, f"optimizer {i}") for i, o in enumerate(self.optimizers)]
-        self.gradients = Gradients(
-            self.optimizers,
-            self._others,
-            widen=config.master_weights or config.cast_model_type is None,
-        )
+        owned = [p for optimizer in self.optimizers for p in Gradients.of(optimizer)]
+        half = any(p.dtype in HALF_DTYPES for p in (*owned, *(p for module in modules for p in module.parameters())))
+        # A half weight without a master takes a half gradient and no other.
+        self.gradients = Gradients(self.optimizers, self._others, widen=config.master_weights or not half)
         self._partners = self._group(skip_together)
         self._alarm = Alarm(max_consecutive_skips, self.scalers, self.name_of)
         self.gradients.reducing = distributed
         self.gradients.on_collected = self._note_overflow
+        self._known: dict[int, Known] = {}
         self._liabilities = [Liability(lambda grads: self._read(grads)[0].norm) for _ in self.optimizers]
         self._refuse_optimizer_in_backward(modules)
 
     def _others(self) -> list[Tensor]:
-        """Returns the modules' parameters; asked for when an optimizer's have changed, some of which may need masters."""
+        """Returns the modules' parameters; asked for when an optimizer's have changed: some may need masters."""
         for optimizer in self.optimizers:
             self.masters.ensure(Gradients.of(optimizer))
         return [p for module in self._modules for p in module.parameters()]
@@ -335,16 +336,14 @@ class Engine:
             raise ValueError(f"algorithm={algorithm!r} is unknown. Use 'norm' or 'value'.")
         if not value > 0:
             raise ValueError(f"A clip value of {value!r} cannot be used. Use a positive number.")
-        _, grads = self._ready(self.index(optimizer))
+        index = self.index(optimizer)
+        _, grads = self._ready(index)
         if not grads:
             return
         with torch.no_grad(), no_autocast(self._device.type):
-            reading, values = self._read(grads)
-            backend = kernels.backend(values[0].device)
-            if algorithm == "norm":
-                backend.clip_norm(values, reading.norm, float(value))
-            else:
-                backend.clip_value(values, reading.found_inf, float(value))
+            values = dense_values(grads)
+            reading = kernels.backend(values[0].device).read_and_clip(values, algorithm, float(value))
+        self._known[index] = Known(grads, reading)
 
     def step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Steps an optimizer unless one of the gradients the step would use is non-finite.
@@ -376,7 +375,9 @@ class Engine:
         return result
 
     def _read_with_partners(self, index: int, grads: list[Tensor]) -> Reading:
-        reading, _ = self._read(grads)
+        known = self._known.pop(index, None)
+        reading = known and known.of(grads)
+        reading = reading or self._read(grads)[0]
         for other in self._partners[index]:
             _, theirs = self._ready(other)
             if theirs:
@@ -469,6 +470,10 @@ class Engine:
     def record(self, optimizer: Any) -> OutcomeRecord:
         """Returns all that is known of the steps of ``optimizer``; asking it waits for nothing unless it says so."""
         return self._steppers[self.index(optimizer)].record
+
+    def causes(self) -> list[str]:
+        """Returns a sentence for each loss whose latest backward pass overflowed; one host synchronisation a scaler."""
+        return self._alarm.causes()
 
     def accounts(self) -> dict[str, LossAccount]:
         """Returns what each loss scale has been through, by name: one host synchronisation each."""

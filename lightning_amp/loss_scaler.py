@@ -117,9 +117,13 @@ class LossScaler:
         """Returns the state as Python floats: one host synchronisation on a device other than the CPU."""
         return ScaleState(*self.state.tolist())
 
-    def account(self) -> LossAccount:
-        """Returns what this scale has been through: one host synchronisation, as `read`."""
-        state = self.read()
+    def account(self, state: ScaleState | None = None) -> LossAccount:
+        """Returns what this scale has been through.
+
+        Args:
+            state: From `read`, or None to read it: one host synchronisation.
+        """
+        state = self.read() if state is None else state
         return LossAccount(
             attempts=self.attempts,
             overflows=int(state.overflows),
@@ -156,6 +160,20 @@ class LossScaler:
         self.state.copy_(torch.tensor(values, dtype=torch.float32))
         self.attempts = int(state["attempts"])
         self.version += 1
+
+
+def read_accounts(scalers: list[LossScaler], more: list[Tensor]) -> tuple[dict[str, LossAccount], list[float]]:
+    """Returns the scalers' accounts by name, and the values of some 0-dim tensors: one host synchronisation in all.
+
+    Args:
+        scalers: Some scalers, on one device.
+        more: 0-dim floating tensors.
+    """
+    parts = [scaler.state for scaler in scalers] + [value.detach().float().view(1) for value in more]
+    numbers = torch.cat([part.to(parts[0].device) for part in parts]).tolist() if parts else []
+    width = len(ScaleState._fields)
+    accounts = {s.name: s.account(ScaleState(*numbers[i * width : (i + 1) * width])) for i, s in enumerate(scalers)}
+    return accounts, numbers[len(scalers) * width :]
 
 
 class LossScalers:

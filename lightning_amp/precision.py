@@ -24,7 +24,7 @@ from lightning_amp.cpu_casts import casts, listed_casts
 from lightning_amp.engine import Engine
 from lightning_amp.function_patches import FunctionPatches
 from lightning_amp.kernels.reference import HALF_DTYPES
-from lightning_amp.loss_scaler import LossScalers, name_of
+from lightning_amp.loss_scaler import LossScalers, name_of, read_accounts
 from lightning_amp.master_weights import MasterWeights, merged
 from lightning_amp.opt_levels import resolve
 from lightning_amp.outcomes import LossAccount, Outcome
@@ -152,6 +152,8 @@ class AmpPrecision(Precision):
         self._device_type = "cpu"
         self._cache = False
         self._said = False
+        self.rehearsing = False
+        """Whether a training step is run for its forward passes alone: nothing is differentiated or stepped."""
 
     # Set-up and tear-down
 
@@ -323,6 +325,8 @@ class AmpPrecision(Precision):
         delay_unscale: bool = False,
         **kwargs: Any,
     ) -> None:
+        if self.rehearsing:
+            return
         self._window_open = self._inside_window(model)
         if self.config.passive:
             super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -359,6 +363,8 @@ class AmpPrecision(Precision):
             self._window_open = False
             return result
         result = closure()
+        if self.rehearsing:
+            return result
         self._window_open = False
         engine = self.engine
         engine.unscale(optimizer)
@@ -389,7 +395,7 @@ class AmpPrecision(Precision):
     ) -> None:
         if self.config.passive:
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
-        elif clip_val > 0:
+        elif clip_val > 0 and not self.rehearsing:
             self.engine.clip(optimizer, clip_val, GradClipAlgorithmType(gradient_clip_algorithm).value)
 
     # What the user may ask
@@ -451,6 +457,15 @@ class AmpPrecision(Precision):
     def accounts(self) -> dict[str, LossAccount]:
         """Returns what each loss scale has been through, by name: one host synchronisation each. Empty at O0."""
         return {} if self._scalers is None else {s.name: s.account() for s in self._scalers}
+
+    def read_accounts(self, norms: list[Tensor]) -> tuple[dict[str, LossAccount], list[float]]:
+        """Returns what `accounts` does, and numbers of the caller's beside, with one host synchronisation in all.
+
+        Args:
+            norms: 0-dim tensors, from `grad_norm` say.
+        """
+        scalers = [] if self._scalers is None else list(self._scalers)
+        return read_accounts(scalers, norms)
 
     def grad_norm(self, optimizer: Any) -> Tensor:
         """Returns the total 2-norm of the true gradients of ``optimizer``: 0-dim float32, no host synchronisation.

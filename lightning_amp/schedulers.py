@@ -20,7 +20,7 @@ class SkipAwareScheduler:
         self._progress = progress
         self._attempts, self._steps = progress()
 
-    __class__ = property(lambda self: type(self._scheduler))  # type: ignore[assignment]  # for isinstance
+    __class__ = property(lambda self: type(self._scheduler))  # for isinstance
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_scheduler"], name)

@@ -55,7 +55,7 @@ class Stepper:
             after = optimizer.register_step_post_hook(lambda *_: self._give_back())
             # Half weights are to be fresh before anybody else's post-hook looks at them. There is no public way to
             # register a hook in front of those that are already there.
-            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
             self._handles.append(after)
         self._handles += [
             optimizer.register_step_pre_hook(self._refuse_stray_step),

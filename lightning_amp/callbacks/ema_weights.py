@@ -43,7 +43,7 @@ class EMAWeights(Callback):
         self._averages: dict[str, Tensor] = {}
         self._moves: list[int] = []
         self._lent: dict[str, Tensor] | None = None
-        self._average = get_ema_multi_avg_fn(decay)
+        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
 
     def averages(self) -> Mapping[str, Tensor]:
         """Returns the averages, float32, by the parameter's name in the LightningModule."""
@@ -69,7 +69,7 @@ class EMAWeights(Callback):
         owned = {id(p) for o in moved for group in o.param_groups for p in group["params"]}
         params = {n: p for n, p in pl_module.named_parameters() if id(p) in owned and n in self._averages}
         if params:
-            self._average([self._averages[n] for n in params], _fp32(trainer, list(params.values())), 0)  # type: ignore[no-untyped-call]
+            self._average([self._averages[n] for n in params], _fp32(trainer, list(params.values())), 0)
 
     @contextmanager
     def swapped(self, pl_module: "pl.LightningModule") -> Iterator[None]:
