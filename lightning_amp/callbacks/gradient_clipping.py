@@ -32,7 +32,7 @@ class GradientClipping(Callback):
     def __init__(self, values: float | list[float | None], algorithm: Literal["norm", "value"] = "norm") -> None:
         for value in values if isinstance(values, Sequence) else [values]:
             if value is not None and not value > 0:
-                raise ValueError(f"A clip value of {value!r} cannot be used. Use a positive number, or None.")
+                raise ValueError(f"A clip value of {value!r} cannot be used. Use a positive one, or None.")
         if algorithm not in ("norm", "value"):
             raise ValueError(f"algorithm={algorithm!r} is unknown. Use 'norm' or 'value'.")
         self.values = values
@@ -42,8 +42,8 @@ class GradientClipping(Callback):
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         if isinstance(self.values, Sequence) and len(self.values) != len(trainer.optimizers):
             raise ValueError(
-                f"GradientClipping has {len(self.values)} values for {len(trainer.optimizers)} optimizers. Give one for "
-                "each, None where it is not to be clipped, or a single number for all."
+                f"GradientClipping has {len(self.values)} values for {len(trainer.optimizers)} optimizers. Give one "
+                "for each, None where it is not to be clipped, or a single number for all."
             )
 
     @override

@@ -95,7 +95,7 @@ class ImageGrid(Callback):
         file = self.folder / f"{self.name}_{self._batches:06d}.png"
         save_image(grid, file)
         for logger in trainer.loggers:
-            experiment = getattr(logger, "experiment", None)
+            experiment: Any = getattr(logger, "experiment", None)
             if hasattr(logger, "log_image"):
                 logger.log_image(self.name, [grid], step=logger_step(trainer))
             elif hasattr(experiment, "add_image"):

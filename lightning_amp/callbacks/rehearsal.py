@@ -54,8 +54,8 @@ def write_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
 def rehearsal(plugin: AmpPrecision, module: "pl.LightningModule") -> Iterator[None]:
     """Makes a training step harmless inside the block: run it to watch its forward passes.
 
-    Backward passes, clips and steps do nothing, and Lightning counts none; gradients, buffers, schedulers, logged values
-    and the CPU's random numbers are afterwards as they were. To be used outside Lightning's own call of the step.
+    Backward passes, clips and steps do nothing, and Lightning counts none. Gradients, buffers, schedulers, what was
+    logged and the CPU's random numbers are afterwards as they were. For use outside Lightning's own call of the step.
 
     Args:
         plugin: The trainer's plugin.
