@@ -312,7 +312,8 @@ def test_promise_10_what_stays_float32_is_named(level: str, caplog: Any, monkeyp
     (message,) = [m for m in caplog.messages if "AmpPrecision" in m]
     (line,) = [x for x in message.splitlines() if "stays float32" in x]
     assert stays == {"temperature", "head.weight", "head.bias", "tied.bias"}
-    assert {name.strip() for name in line.split(":")[1].split(",")} == stays
+    said = {name.strip() for name in line.split(":")[1].split(",")}
+    assert said - {"tied.weight"} == stays  # which is head.weight by another name
 
 
 @pytest.fixture
