@@ -24,6 +24,8 @@ from tests.helpers.modules import (
     weights,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no .val_dataloader")
+
 X = torch.linspace(-1.0, 1.0, 12).view(3, 4)
 
 
