@@ -17,16 +17,20 @@ Level = Literal["O0", "O1", "O2", "O3"]
 
 
 class DCGANCLI(LightningCLI):
-    """LightningCLI over `DCGAN` and `ImageData`; every configuration is read over ``configs/dcgan/base.yaml``."""
+    """LightningCLI over `DCGAN` and `ImageData`; every configuration is read over ``configs/dcgan/base.yaml``.
 
-    def __init__(self) -> None:
+    Args:
+        model: What is trained; a class that derives from `DCGAN` brings its configurations whole.
+    """
+
+    def __init__(self, model: type[DCGAN] = DCGAN) -> None:
         super().__init__(
-            DCGAN,
+            model,
             ImageData,
             seed_everything_default=2809,
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"fit": {"default_config_files": [str(BASE)]}},
+            parser_kwargs={"fit": {"default_config_files": [str(BASE)] if model is DCGAN else []}},
         )
 
     @staticmethod
