@@ -88,6 +88,7 @@ class Stepper:
 
     def _put_loaded_fp32(self, optimizer: Any) -> None:
         loaded = self.__dict__.pop("_loaded")
+        self._primed = []  # what is loaded may have no state for a parameter yet
         if not self._masters.lend_to_optimizers:
             return
         ids = [i for group in loaded["param_groups"] for i in group["params"]]

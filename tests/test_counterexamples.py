@@ -158,3 +158,22 @@ def test_gradients_cleared_through_the_module_inside_the_block_stay_cleared() ->
     assert root.a.weight.grad is None
     engine.backward(loss(root.a))
     assert values(root.a.weight.grad) == [1.0, 2.0]
+
+
+# Going back
+
+
+def test_fused_optimizer_without_state_again_survives_an_overflow() -> None:
+    """A checkpoint from before the first step takes the momentum away that the device would skip the step with."""
+    engine, root = training("O1", "a", optimizer=lambda p, lr: torch.optim.SGD(p, lr, momentum=0.5, fused=True))
+    (optimizer,) = engine.optimizers
+    before = optimizer.state_dict()
+    engine.backward(loss(root.a))
+    engine.step(optimizer)
+    optimizer.load_state_dict(before)
+    root.a.weight.grad.fill_(torch.inf)
+    engine.step(optimizer)
+    assert not any(value is not None for state in optimizer.state.values() for value in state.values())
+    root.a.weight.grad.fill_(1.0)
+    engine.step(optimizer)
+    assert values(optimizer.state[root.a.weight]["momentum_buffer"]) == [1.0, 1.0]
