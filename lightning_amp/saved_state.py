@@ -62,11 +62,11 @@ class _Reader:
     def __init__(self, entry: Any, where: str) -> None:
         self.where = where
         if not isinstance(entry, Mapping):
-            raise self.damaged("", f"is {_short(entry)}, and a dict is expected")
+            raise self.damaged(None, f"is {_short(entry)}, and a dict is expected")
         self.entry: Mapping[str, Any] = entry
 
-    def damaged(self, key: str, what: str) -> CheckpointError:
-        where = f"{self.where}[{key!r}]" if key else self.where
+    def damaged(self, key: str | None, what: str) -> CheckpointError:
+        where = self.where if key is None else f"{self.where}[{key!r}]"
         return CheckpointError(
             f"The mixed-precision state of this checkpoint is damaged: {where} {what}. Use another copy of the "
             f"checkpoint, or delete its entry {self.where.split('[')[0]!r}: loss scales and totals then start anew."
@@ -164,7 +164,7 @@ def _read_ours(reader: _Reader) -> Saved:
     scalers = reader.below("scalers")
     return Saved(
         {_key(name, scalers): _read_scaler(scalers.below(name), static) for name in scalers.entry},
-        [_read_optimizer(o) for o in reader.list("optimizers" if version > 1 else "outcomes")],
+        [_read_optimizer(o, version) for o in reader.list("optimizers" if version > 1 else "outcomes")],
         reader.count("num_losses") if version > 1 else None,
         [_read_scheduler(s) for s in reader.list("schedulers")] if "schedulers" in reader.entry else [],
     )
@@ -187,9 +187,9 @@ def _read_scaler(reader: _Reader, static: bool | None) -> SavedScaler:
     return SavedScaler(values, reader.count("attempts"), not static)
 
 
-def _read_optimizer(reader: _Reader) -> dict[str, Any]:
+def _read_optimizer(reader: _Reader, version: int) -> dict[str, Any]:
     values: dict[str, Any] = {outcome.value: reader.count(outcome.value) for outcome in Outcome}
-    if "latest" in reader.entry:
+    if version > 1:
         values |= {"latest": reader.get("latest"), "streak": reader.count("streak")}
         if values["latest"] not in (None, *(outcome.value for outcome in Outcome)):
             what = f"is {_short(values['latest'])}, and 'stepped', 'skipped', 'idle' or None is expected"

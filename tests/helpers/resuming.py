@@ -69,6 +69,7 @@ class Duel(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Any:
         x, factor = batch
+        x = x + self.global_rank
         factor = factor if self.overflows else torch.ones(())
         if self.automatic_optimization:
             return (sum(self.d_losses(x)) + self.g_loss(x)) * factor
@@ -152,6 +153,9 @@ class Watch(Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self.end = state_of(trainer)
+        if trainer.world_size > 1:
+            assert self.folder is not None
+            torch.save(self.end, self.folder / f"end of rank {trainer.global_rank}.pt")
 
 
 def path_of(folder: Path, batches: int) -> Path:
@@ -176,7 +180,7 @@ def state_of(it: "pl.Trainer") -> dict[str, Any]:
 
 def train(
     spec: Spec,
-    resume: Path | str | None = None,
+    resume: Path | None = None,
     folder: Path | None = None,
     save_after: Sequence[int] = (),
     **more: Any,
@@ -185,7 +189,7 @@ def train(
     watch = Watch(folder, save_after)
     it = trainer(
         more.pop("plugin", None) or spec.plugin(),
-        max_epochs=EPOCHS,
+        max_epochs=more.pop("max_epochs", EPOCHS),
         accumulate_grad_batches=spec.window,
         callbacks=[EMAWeights(0.9), *more.pop("callbacks", ()), watch],
         **more,
@@ -207,8 +211,9 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
 
 
 def main(jobs: str) -> None:
-    """Resumes every training of a file and writes the end states beside it."""
-    torch.save([train(Spec(**spec), path).end for spec, path in torch.load(jobs)], f"{jobs}.done")
+    """Resumes every training of a file, from its checkpoint, and writes the end states beside it."""
+    todo = torch.load(jobs, weights_only=True)
+    torch.save([train(Spec(**spec), Path(path)).end for spec, path in todo], f"{jobs}.done")
 
 
 if __name__ == "__main__":
