@@ -172,10 +172,13 @@ class PlainTraining:
             scale: A dynamic one is brought between its bounds.
             clean: Its clean passes in a row.
         """
-        if self.engine is None or self.config.loss_scale == 1.0:
+        if self.engine is None:
             return
         rule = self.config.rule
-        scale = min(max(scale, rule.min_scale), rule.max_scale) if rule.dynamic else scale
+        if rule.dynamic:
+            scale = min(max(scale, rule.min_scale), rule.max_scale)
+        elif self.config.loss_scale == 1.0:
+            scale = 1.0
         scaler = self.engine.scalers.get(("loss", (loss_id,)))
         values = scaler.read()._replace(scale=scale, inv_scale=1.0 / scale, clean=clean, lowest=scale, highest=scale)
         scaler.load_state_dict({**values._asdict(), "attempts": scaler.attempts})

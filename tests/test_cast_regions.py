@@ -1,0 +1,189 @@
+"""Where O1's casts hold in plain PyTorch, and for how long a cast of a weight is kept."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_amp import amp
+from tests.helpers.plain import ONE, SCALE, block, pair
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    amp.deinitialize()
+
+
+# Weights that change, caches
+
+
+@pytest.mark.parametrize("way", ["step", "data", "load", "no_grad"])
+def test_a_weight_that_changed_is_cast_anew(way: str) -> None:
+    models, optimizers = pair()
+    model = models[0]
+    block(model(ONE), optimizers[0])
+    if way == "step":
+        optimizers[0].step()
+    elif way == "data":
+        model.weight.data.zero_()
+    elif way == "load":
+        model.load_state_dict({"weight": torch.zeros(1, 1)})
+    else:
+        with torch.no_grad():
+            model.weight.zero_()
+    assert model(ONE).item() == 0.0
+
+
+def test_casts_of_a_weight_survive_train_eval_train() -> None:
+    models, optimizers = pair()
+    for n in range(3):
+        models[0].train(n != 1)
+        with torch.set_grad_enabled(n != 1):
+            out = models[0](ONE)
+        assert out.dtype is torch.float16
+        if n != 1:
+            optimizers[0].zero_grad()
+            block(out, optimizers[0])
+            assert models[0].weight.grad.item() == 1.0
+
+
+def test_a_weight_used_often_in_one_call_is_cast_once() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(5):
+                x = self.cell(x)
+            return x
+
+    def casts(node: Any, seen: set[Any]) -> int:
+        if node is None or node in seen:
+            return 0
+        seen.add(node)
+        mine = "ToCopy" in node.name() and any(
+            "AccumulateGrad" in str(child and child.name()) for child, _ in node.next_functions
+        )
+        return mine + sum(casts(child, seen) for child, _ in node.next_functions)
+
+    model = amp.initialize(Loop(), opt_level="O1", verbosity=0)
+    out = model(torch.ones(1, 2, requires_grad=True) * 1.0)
+    assert casts(out.grad_fn, set()) == 2, "a weight and a bias"
+
+
+# Who is cast, and where
+
+
+def test_code_outside_of_models_is_cast_as_in_apex_until_the_training_ends() -> None:
+    x = torch.ones(2, 2)
+    pair()
+    assert (x @ x).dtype is torch.float16
+    assert x.half().softmax(0).dtype is torch.float32
+    amp.deinitialize()
+    assert (x @ x).dtype is torch.float32
+    assert x.half().softmax(0).dtype is torch.float16
+
+
+def test_disabled_casts_are_off_in_models_and_outside() -> None:
+    models, _ = pair()
+    with amp.disable_casts():
+        assert models[0](ONE).dtype is torch.float32
+        assert (ONE @ ONE).dtype is torch.float32
+        with amp.disable_casts():
+            pass
+        assert models[0](ONE).dtype is torch.float32
+    assert models[0](ONE).dtype is torch.float16
+
+
+def test_a_region_that_the_user_turned_off_stays_off() -> None:
+    models, _ = pair()
+    with torch.autocast("cpu", enabled=False):
+        assert models[0](ONE).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_models_of_other_trainings_keep_their_own_casts(level: str) -> None:
+    """Whatever the order of the calls, and also if a forward raises."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def forward(self, x: Any) -> Tensor:
+            if x is None:
+                raise ZeroDivisionError
+            assert torch.is_autocast_enabled("cpu") is self.cast
+            return self.layer(x)
+
+    before, cast, after = Model(), Model(), Model()
+    for model, its_level in ((before, level), (cast, "O1"), (after, level)):
+        model.cast = its_level == "O1"
+        amp.initialize(model, opt_level=its_level, verbosity=0)
+    for _ in range(2):
+        assert [m(ONE).dtype for m in (before, cast, after)] == [torch.float32, torch.float16, torch.float32]
+        for model in (before, cast):
+            with pytest.raises(ZeroDivisionError):
+                model(None)
+    amp.deinitialize(cast)
+    assert (ONE @ ONE).dtype is torch.float32
+    assert before(ONE).dtype is torch.float32
+
+
+def test_autocast_of_the_users_own_reaches_models_at_other_levels() -> None:
+    model = amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(ONE).dtype is torch.bfloat16
+
+
+def test_the_latest_training_decides_outside_of_models_and_the_one_before_goes_on() -> None:
+    half = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    brain = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0, dtype="bfloat16")
+    assert [(ONE @ ONE).dtype, half(ONE).dtype, brain(ONE).dtype] == [torch.bfloat16, torch.float16, torch.bfloat16]
+    amp.deinitialize(half)
+    assert (ONE @ ONE).dtype is torch.bfloat16
+    amp.deinitialize(brain)
+    assert (ONE @ ONE).dtype is torch.float32
+
+
+def test_a_training_that_was_dropped_ends_with_the_next_initialize() -> None:
+    pair()
+    amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)
+    assert (ONE @ ONE).dtype is torch.float32
+
+
+def test_a_model_is_cast_in_other_threads_too() -> None:
+    models, _ = pair()
+    dtypes: list[torch.dtype] = []
+    thread = threading.Thread(target=lambda: dtypes.append(models[0](ONE).dtype))
+    thread.start()
+    thread.join()
+    assert dtypes == [torch.float16]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_copies_and_pickles_of_a_model_work_while_it_trains_and_afterwards(level: str) -> None:
+    models, _ = pair(level)
+    dtype = models[0](ONE).dtype
+    twins = [copy.deepcopy(models[0]), pickle.loads(pickle.dumps(models[0]))]
+    assert [twin(ONE).dtype for twin in twins] == [dtype, dtype]
+    amp.deinitialize()
+    assert [twin(ONE).item() for twin in twins] == [1.0, 1.0]
+    assert not torch.is_autocast_enabled("cpu")
+    assert models[0](ONE).dtype is torch.float32
+
+
+def test_a_checkpointed_model_is_cast_again_as_it_was() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2), nn.Softmax(-1))
+    optimizer = torch.optim.SGD(net.parameters(), 1.0)
+    amp.initialize(net, optimizer, opt_level="O1", verbosity=0, init_scale=SCALE)
+    for run in (net, lambda x: net[2](net[1](net[0](x)))):
+        block(checkpoint(run, torch.ones(1, 2), use_reentrant=False)[..., 0], optimizer)
