@@ -323,7 +323,7 @@ def _collect_odd(fresh: Fresh, scale: Scale, index: int, widen: bool, in_place: 
     )
     true = torch.view_as_complex(true) if values.is_complex() else true
     if sparse is not None:
-        true = torch.sparse_coo_tensor(sparse.indices(), true, sparse.shape, is_coalesced=True)
+        true = torch.sparse_coo_tensor(sparse.indices(), true, sparse.shape, is_coalesced=True, check_invariants=False)
     p.grad = true if old is None else old + true
     if first_bad is not here:
         here.copy_(torch.minimum(here, first_bad.to(here.device)))
