@@ -123,8 +123,7 @@ class Conversion:
             ValueError: A parameter is lazy or distributed, or a module is scripted.
         """
         _refuse_unconvertible(root)
-        held = {holder for module in root.modules() for holder in _holders(module)}
-        units = {m: _own_tensors(m) for m in root.modules() if m not in held}
+        units = {module: _own_tensors(module) for module in root.modules()}
         spared = None if root_is_model else root
         fp32 = self._fp32_ids(root, units.values(), spared)
         dtypes: dict[nn.Module, torch.dtype] = {}

@@ -69,3 +69,14 @@ def grad_of(param: Tensor) -> Tensor:
 def param(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     """Returns a parameter of these values."""
     return nn.Parameter(torch.tensor(values, dtype=dtype))
+
+
+def dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    """Returns the dtype of every parameter and buffer."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name: tensor.dtype for name, tensor in named}
+
+
+def halves(module: nn.Module) -> set[str]:
+    """Returns the names of the parameters and buffers that are half."""
+    return {name for name, dtype in dtypes(module).items() if dtype is torch.float16}
