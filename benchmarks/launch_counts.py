@@ -102,16 +102,24 @@ def count_step(
             masters.convert(p, torch.float16)
         engine = Engine(config, [stepping], masters=masters, device="cuda", max_consecutive_skips=None)
         loss = torch.empty((), device="cuda")
-        with engine.lent_masters(stepping):
-            pass  # half weights have their fingerprints from the second step on
-        with counting() as log, _Operations() as operations:
+
+        def backward() -> None:
             with engine.scaled_loss(loss):
                 for p in params:
                     p.grad = torch.empty_like(p)
+
+        with _Operations() as operations:
+            with engine.lent_masters(stepping):
+                pass  # half weights have their fingerprints from the second step on
+            backward()
+            engine.norm(stepping)
+            stepping.zero_grad()
+            with counting() as log:
+                backward()
                 operations.seen.clear()
-            if clip:
-                engine.clip(stepping, 1.0)
-            engine.step(stepping)
+                if clip:
+                    engine.clip(stepping, 1.0)
+                engine.step(stepping)
     return _summary(log, operations.seen, sum(map(math.prod, shapes)))
 
 

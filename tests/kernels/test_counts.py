@@ -1,0 +1,67 @@
+"""One step on fake CUDA tensors: no look at a value, and the launches and bytes that the documentation states."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from benchmarks.launch_counts import count_step
+from benchmarks.shapes import LISTS
+from lightning_amp import kernels
+
+DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
+CASES = [("dcgan", False), ("dcgan", True), ("resnet50", True), ("tiny2000", True)]
+
+
+def stated() -> Iterator[tuple[str, bool, list[str], float, float]]:
+    """Yields level, clip, kernels in order, bytes an element, and bytes where clipping bites, from the docs' table."""
+    for line in DOCS.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if re.fullmatch(r"O[12]", cells[0]) and len(cells) == 5:
+            names = cells[2].split(", ")
+            plain, bites = float(cells[3]), float(cells[4]) if cells[4] != "–" else 0.0
+            yield cells[0], cells[1] == "yes", names, plain, bites
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("LIGHTNING_AMP_KERNELS", raising=False)
+    kernels._backend.cache_clear()
+    yield
+    kernels._backend.cache_clear()
+
+
+@pytest.mark.parametrize(("name", "clip"), CASES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_launches_and_bytes_are_the_stated_ones(level: Literal["O1", "O2"], name: str, clip: bool) -> None:
+    ((names, plain, bites),) = [(n, p, b) for lv, c, n, p, b in stated() if (lv, c) == (level, clip)]
+    step = count_step(level, LISTS[name](), clip)
+    assert list(step.kernels) == names
+    assert len(step.kernels) <= 8
+    assert step.nbytes == plain
+    assert step.nbytes + step.extra == (bites or plain)
+    assert step.rows == (2 if level == "O2" else 1)
+    # torch's own: two that count the steps, the step, and the outcome's copy to pinned memory
+    assert sorted(step.others.values()) == [1, 1, 1, 1]
+
+
+def test_the_stated_bytes_are_the_promised_ones() -> None:
+    promised = {("O1", False): (40, 0), ("O1", True): (40, 48), ("O2", False): (46, 0), ("O2", True): (46, 54)}
+    assert {(level, clip): (plain, bites) for level, clip, _, plain, bites in stated()} == promised
+
+
+def test_a_look_at_a_value_would_be_seen() -> None:
+    with pytest.raises(DataDependentOutputException):
+        count_step("O1", [(4,)], clip=False, foreach=True)
+
+
+def test_clipping_by_value_looks_at_nothing() -> None:
+    ops = kernels.backend(torch.device("cuda"))
+    with FakeTensorMode():
+        grads = [torch.empty(5, device="cuda"), torch.empty(6, 4, device="cuda")]
+        reading = ops.read_and_clip(grads, "value", 1.0)
+        assert reading.norm.device.type == "cuda"
