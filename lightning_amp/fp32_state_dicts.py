@@ -77,8 +77,12 @@ class LoadFp32(_StateDictHook):
     """Fills the float32 side from a state dict that is being loaded; the half side follows by the usual copy."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for key, _half, master in self._pairs(module, prefix):
+        for key, half, master in self._pairs(module, prefix):
             value = state_dict.get(key)
-            if isinstance(value, Tensor) and value.shape == master.shape:
+            if isinstance(value, Tensor) and value.shape == half.shape:
                 with torch.no_grad():
+                    if (
+                        master.shape != half.shape
+                    ):  # outgrown at a level without masters: it stands for the weight again
+                        master.data = master.new_empty(half.shape)
                     master.copy_(value)
