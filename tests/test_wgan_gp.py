@@ -32,6 +32,7 @@ class Checked(WGANGP):
         with torch.autocast("cpu", enabled=False):
             (gradient,) = torch.autograd.grad(critic(between).sum(), between)
         expected = (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+        assert penalty.requires_grad  # else the critic would not learn from it
         self.__dict__.setdefault("pairs", []).append((penalty.item(), expected.item()))
         return penalty
 

@@ -83,7 +83,8 @@ class WGANGP(DCGAN):
         grad = plugin.grad if isinstance(plugin, AmpPrecision) else torch.autograd.grad
         (gradient,) = grad(self.netD(between).sum(), between, create_graph=True)
         assert gradient is not None
-        return (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+        norms: Tensor = torch.linalg.vector_norm(gradient.flatten(1), dim=1)
+        return (norms - 1).square().mean()
 
     def _update(self, optimizer: LightningOptimizer, loss: Tensor, loss_id: int) -> None:
         optimizer.zero_grad()
