@@ -6,7 +6,7 @@ WORKERS ?= 2
 OPT_LEVEL ?= O1
 OUT ?= out/demo
 # Small networks: few CPUs compute float16 convolutions natively, and all others are ten times slower at it.
-DEMO := --dataset digits --imageSize 32 --ngf 8 --ndf 8 --lr 0.0005 --niter 45 --workers 0 --minutes 4
+DEMO := --dataset digits --imageSize 32 --ngf 8 --ndf 8 --lr 0.0005 --niter 60 --workers 0 --minutes 4
 
 BIN := $(VENV)/bin
 TYPED := build/typed
