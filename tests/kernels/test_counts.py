@@ -23,7 +23,7 @@ def stated() -> Iterator[tuple[str, bool, list[str], float, float]]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if re.fullmatch(r"O[12]", cells[0]) and len(cells) == 5:
             names = cells[2].split(", ")
-            plain, bites = float(cells[3]), float(cells[4]) if cells[4] != "–" else 0.0
+            plain, bites = float(cells[3]), float(cells[4]) if cells[4] != "-" else 0.0
             yield cells[0], cells[1] == "yes", names, plain, bites
 
 
