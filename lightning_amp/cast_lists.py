@@ -1,12 +1,10 @@
-"""What autocast does to each function on CUDA, by name, and how to find these functions in torch.
+"""What autocast does to each operation on CUDA and not on the CPU, and how to find functions without a half kernel.
 
-The CPU's autocast has shorter lists. `CPU_CASTS` is what it takes to make them mean the same: the three lists as far as
-the CPU lacks them, with the functions of torch's Python code that are made of listed ones
+The names are the dispatcher's, with the overload behind the dot
 (https://docs.pytorch.org/docs/stable/amp.html, and ``ATen/autocast_mode.h`` in torch itself).
 """
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from inspect import isroutine
 from typing import Any, Literal
 
@@ -17,42 +15,33 @@ from torch.nn import functional as F
 Kind = Literal["half", "float", "promote"]
 """How a function's floating tensors are cast: to half, to float32, or to the widest dtype among them."""
 
-_HALF = """addmv addr chain_matmul einsum gru gru_cell lstm lstm_cell multi_dot mv prelu rnn_relu rnn_relu_cell rnn_tanh
-rnn_tanh_cell"""
+# The last three lines: recurrent layers. On CUDA their kernels are cast, on the CPU they have none.
+_HALF = """addmv addr chain_matmul einsum linalg_multi_dot mv
+gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell
+gru.data gru.input lstm.data lstm.input
+rnn_relu.data rnn_relu.input rnn_tanh.data rnn_tanh.input"""
 
-_FLOAT = """__pow__ __rdiv__ __rpow__ __rtruediv__ acos arccos arcsin asin binary_cross_entropy_with_logits cdist cosh
-cosine_embedding_loss cosine_similarity cpu cross_entropy cumprod cumsum dist erfinv exp expm1 frobenius_norm
-gaussian_nll_loss group_norm gumbel_softmax hinge_embedding_loss huber_loss interpolate kl_div l1_loss layer_norm
-local_response_norm log log10 log1p log2 log_softmax logsumexp margin_ranking_loss matrix_norm mse_loss
-multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss nll_loss norm normalize nuclear_norm
-pairwise_distance pdist poisson_nll_loss pow prod reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss
-soft_margin_loss softmax softmin softplus square sum tan triplet_margin_loss triplet_margin_with_distance_loss upsample
-upsample_bilinear upsample_nearest vector_norm"""
+_FLOAT = """_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+_upsample_nearest_exact3d acos asin cosh cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm.dim
+group_norm layer_norm linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log log10 log1p log2
+log_softmax.int logsumexp native_layer_norm norm.Scalar norm.ScalarOpt_dim nuclear_norm nuclear_norm.dim pdist
+pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm rms_norm rsqrt sinh softmax.int softplus sum
+sum.dim_IntList tan upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+upsample_nearest3d upsample_trilinear3d"""
 
-_PROMOTE = "addcdiv addcmul atan2 arctan2 bilinear cross dot index_put scatter_add tensordot vdot"
+_PROMOTE = "addcdiv addcmul atan2 bilinear cross dot index_put scatter_add tensordot vdot"
+
+CPU_CASTS: dict[str, Kind] = {
+    **dict.fromkeys(_HALF.split(), "half"),
+    **dict.fromkeys(_FLOAT.split(), "float"),
+    **dict.fromkeys(_PROMOTE.split(), "promote"),
+}
+"""How each operation is cast that CUDA's autocast casts and the CPU's does not."""
 
 _NO_HALF_KERNEL = """cholesky cholesky_inverse cholesky_solve ctc_loss det geqrf inverse istft logdet lu lu_solve
 matrix_exp matrix_power orgqr ormqr pinverse qr slogdet stft svd"""
 _HALF_KERNEL_IN_LINALG = {"cross", "diagonal", "matmul", "matrix_norm", "multi_dot", "norm", "vecdot", "vector_norm"}
 _NO_ARITHMETIC_IN_FFT = {"fftfreq", "fftshift", "ifftshift", "rfftfreq"}
-
-_OWNERS = (torch, F, Tensor, torch.linalg, torch.special, torch._VF)
-"""The last is where torch's recurrent layers look their functions up."""
-
-
-def _places() -> Iterator[tuple[tuple[Any, str], tuple[Callable[..., Any], Kind]]]:
-    lists: dict[Kind, str] = {"half": _HALF, "float": _FLOAT, "promote": _PROMOTE}
-    for kind, names in lists.items():
-        for owner, name in itertools.product(_OWNERS, names.split()):
-            function = getattr(owner, name, None)
-            if isroutine(function):  # not `torch.cpu`, which is a module
-                yield (owner, name), (function, kind)
-
-
-CPU_PLACES: dict[tuple[Any, str], tuple[Callable[..., Any], Kind]] = dict(_places())
-"""Where torch keeps each listed function that the CPU's autocast does not cast by itself, and how it is cast."""
-
-CPU_CASTS: dict[Callable[..., Any], Kind] = dict(CPU_PLACES.values())
 
 
 def without_half_kernel() -> Iterator[tuple[Any, str]]:

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_amp.autocast import no_autocast
@@ -75,7 +76,7 @@ class FunctionPatches:
     """The functions that a training at O1 has cast besides those on autocast's lists.
 
     These are the registered ones, those named here, torch's that have no half kernel (in float32, where they would
-    raise), and binary cross-entropy.
+    raise), `Tensor.cpu` (likewise, as in Apex), and binary cross-entropy.
 
     Args:
         half: Dotted names of functions to run in half.
@@ -111,6 +112,7 @@ class FunctionPatches:
         if self._mine:
             return
         wanted: dict[Place, Any] = dict.fromkeys(without_half_kernel(), "float")
+        wanted[Tensor, "cpu"] = "float"
         wanted[F, "binary_cross_entropy"] = "refuse"
         wanted |= registry.kinds | {find_function(path): kind for path, kind in self._named.items()}
         for (owner, name), kind in wanted.items():

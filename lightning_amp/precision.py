@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -20,7 +20,7 @@ from lightning_amp import open_window
 from lightning_amp.autocast import cache_is_sound
 from lightning_amp.casting import Conversion, explained_dtype_errors
 from lightning_amp.checkpoint import grad_scaler_state
-from lightning_amp.cpu_casts import casts, listed_casts
+from lightning_amp.cpu_casts import listed_casts
 from lightning_amp.engine import Engine
 from lightning_amp.function_patches import FunctionPatches
 from lightning_amp.kernels.reference import HALF_DTYPES
@@ -126,6 +126,7 @@ class AmpPrecision(Precision):
                 "patch_torch_functions=True."
             )
         self._functions = FunctionPatches(*functions)
+        self._listed = ExitStack()
         self._num_losses = num_losses
         self._skip_together = skip_together or []
         self._max_consecutive_skips = max_consecutive_skips
@@ -190,6 +191,8 @@ class AmpPrecision(Precision):
         self._optimizers, self._alone = optimizers, inner.trainer.world_size == 1
         if self.config.patch_torch_functions:
             self._functions.apply()
+            self._listed.close()
+            self._listed.enter_context(listed_casts(device.type))
         if self.config.passive:
             self._take_loaded()
             self._say(device)
@@ -275,6 +278,7 @@ class AmpPrecision(Precision):
             self._conversion.undo()
             self._conversion = None
         self._functions.undo()
+        self._listed.close()
         self._said = self._window_open = False
         self._stage = None
 
@@ -286,7 +290,7 @@ class AmpPrecision(Precision):
             if not config.patch_torch_functions:
                 yield
                 return
-            with casts(self._device_type, config.dtype, self._cache):
+            with torch.autocast(self._device_type, config.dtype, cache_enabled=self._cache):
                 yield
 
     # Training
@@ -331,17 +335,15 @@ class AmpPrecision(Precision):
         if self.config.passive:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
-        # Activation checkpointing runs parts of the forward pass again, with autocast as it was in there.
-        with listed_casts(self._device_type) if self.config.patch_torch_functions else nullcontext():
-            self.engine.backward(
-                tensor,
-                run=lambda scaled, **rest: model.backward(scaled, *args, **rest),
-                loss_id=loss_id,
-                optimizers=optimizers,
-                delay_unscale=delay_unscale or self._window_open,
-                hold=self._unreduced(),
-                **kwargs,
-            )
+        self.engine.backward(
+            tensor,
+            run=lambda scaled, **rest: model.backward(scaled, *args, **rest),
+            loss_id=loss_id,
+            optimizers=optimizers,
+            delay_unscale=delay_unscale or self._window_open,
+            hold=self._unreduced(),
+            **kwargs,
+        )
 
     @staticmethod
     def _inside_window(model: "pl.LightningModule") -> bool:
