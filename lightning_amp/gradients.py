@@ -146,6 +146,8 @@ class Gradients:
             for p, old in zip(live, olds, strict=True):
                 if old is not None:
                     p.grad = None
+            if not self.in_place:  # DDP makes a view of a gradient when it rebuilds its buckets, and writes into it next
+                window.olds = [None if old is None else old.clone() for old in olds]
         return window
 
     @staticmethod

@@ -1,0 +1,112 @@
+"""A plain DDP script over gloo: two processes train as one does, and agree to the bit."""
+
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, multiprocessing, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_amp import Outcome, amp
+
+WORLD = 2
+WINDOW = 2
+STEPS = 4
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batch(rank: int, n: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * rank + n))
+
+
+def train(rank: int, level: str, bucket_view: bool, windows: bool, folder: Path) -> None:
+    """What one process does: weights that differ at first, one overflow on one rank, windows without reduction."""
+    model = network(rank)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, init_scale=1024.0)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+    outcomes = []
+    for n in range(STEPS):
+        optimizer.zero_grad()
+        for i in range(WINDOW):
+            silent = windows and i < WINDOW - 1
+            with wrapped.no_sync() if silent else nullcontext():
+                loss = (wrapped(batch(rank, WINDOW * n + i)).float() ** 2).mean() / WINDOW
+                with amp.scale_loss(loss, optimizer, delay_unscale=silent) as scaled:
+                    (scaled * (float("inf") if (rank, n, i) == (1, 2, WINDOW - 1) else 1.0)).backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+        outcomes.append(amp.outcome(optimizer))
+    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    with pytest.raises(ValueError, match="wrap it afterwards"):
+        amp.initialize(wrapped, verbosity=0)
+    amp.deinitialize()
+    report = {"weights": list(model.parameters()), "scale": scale, "outcomes": [str(o) for o in outcomes]}
+    torch.save(report, folder / f"{rank}.pt")
+
+
+def work(rank: int, folder: Path, run: Callable[[int], None]) -> None:
+    torch.set_num_threads(1)
+    try:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+        run(rank)
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+        raise
+    finally:
+        distributed.destroy_process_group()
+
+
+def two_processes(folder: Path, run: Callable[..., None]) -> list[dict[str, Any]]:
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=work, args=(rank, folder, partial(run, folder=folder))) for rank in range(WORLD)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        if process.is_alive():
+            process.kill()
+    errors = "".join(file.read_text() for file in folder.glob("*.error"))
+    assert not errors, errors
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def reference() -> list[Tensor]:
+    """One float32 process that sees the batches of both, and skips what they skip."""
+    model = network(0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for n in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(WORLD):
+            for i in range(WINDOW):
+                ((model(batch(rank, WINDOW * n + i)) ** 2).mean() / WINDOW / WORLD).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if n != 2:
+            optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("level", "bucket_view", "windows"),
+    [("O1", False, True), ("O1", True, False), ("O2", False, False), ("O2", True, True)],
+)
+def test_c86_two_processes_train_as_one(tmp_path: Path, level: str, bucket_view: bool, windows: bool) -> None:
+    first, second = two_processes(tmp_path, partial(train, level=level, bucket_view=bucket_view, windows=windows))
+    assert first["outcomes"] == second["outcomes"]
+    assert [o == str(Outcome.STEPPED) for o in first["outcomes"]] == [True, True, False, True]
+    assert first["scale"] == second["scale"] == 512.0
+    for mine, theirs, wanted in zip(first["weights"], second["weights"], reference(), strict=True):
+        assert mine.dtype is torch.float32
+        assert torch.equal(mine, theirs), "masters too, which DDP does not know"
+        torch.testing.assert_close(mine, wanted, rtol=5e-3, atol=5e-3)
