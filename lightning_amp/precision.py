@@ -526,7 +526,8 @@ class AmpPrecision(Precision):
             return
         left_out: list[str] = []
         if self.config.passive:
-            left_out = [f"the scale of {name_of(key)}: dropped, there is none at O0" for key in saved.scalers]
+            moved = [key for key, scaler in saved.scalers.items() if scaler.values["scale"] != 1.0]
+            left_out = [f"the scale of {name_of(key)}: dropped, there is none at O0" for key in moved]
         elif saved != Saved() or not list(self.engine.scalers):  # else one was handed over before `fit`
             left_out = self.engine.load_state_dict(state, name)
             for scheduler, since in zip(self._held, saved.schedulers, strict=False):

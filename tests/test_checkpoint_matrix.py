@@ -1,0 +1,43 @@
+"""Every level goes on from every level's checkpoint, and from Lightning's own precisions', both ways."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.resume_matrix import PRECISIONS, Cell, measure, prepare
+
+DYNAMIC = ("O1", "O2", "16-mixed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("matrix")
+    prepare(place)
+    return place
+
+
+@pytest.mark.parametrize("resumed", PRECISIONS)
+@pytest.mark.parametrize("saved", PRECISIONS)
+def test_c73_any_precision_goes_on_from_any(saved: str, resumed: str, folder: Path) -> None:
+    cell = measure(saved, resumed, folder)
+    assert cell.ok, cell
+    assert cell.moments == ("half" if resumed == "O3" and saved != "O3" else True)
+    if resumed in DYNAMIC:
+        assert cell.scale == ("goes on" if saved in DYNAMIC else "anew")
+    if saved == resumed:
+        assert cell.exact
+    anew = resumed in ("O1", "O2") and saved not in DYNAMIC
+    dropped = resumed in ("O0", "O3") and saved in DYNAMIC
+    assert len(cell.warnings) == int(anew or dropped)
+
+
+def test_a_cell_that_lost_something_is_wrong() -> None:
+    fine = Cell(True, True, "-", True, None, [])
+    assert str(fine) == "all"
+    broken = [
+        Cell(False, True, "-", True, None, []),
+        Cell(True, False, "-", True, None, []),
+        Cell(True, True, "-", False, None, []),
+        Cell(True, True, "-", True, False, []),
+    ]
+    assert [str(cell) for cell in broken] == ["WRONG"] * 4
