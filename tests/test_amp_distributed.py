@@ -1,9 +1,7 @@
 """A plain DDP script over gloo: two processes train as one does, and agree to the bit."""
 
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,15 @@ def batch(rank: int, n: int) -> Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * rank + n))
 
 
-def train(rank: int, level: str, bucket_view: bool, windows: bool, folder: Path) -> None:
+CONFIGS = {
+    "O1 with windows": ("O1", False, True),
+    "O1 with bucket views": ("O1", True, False),
+    "O2": ("O2", False, False),
+    "O2 with bucket views and windows": ("O2", True, True),
+}
+
+
+def train(rank: int, level: str, bucket_view: bool, windows: bool) -> dict[str, Any]:
     """What one process does: weights that differ at first, one overflow on one rank, windows without reduction."""
     model = network(rank)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -50,31 +56,30 @@ def train(rank: int, level: str, bucket_view: bool, windows: bool, folder: Path)
     with pytest.raises(ValueError, match="wrap it afterwards"):
         amp.initialize(wrapped, verbosity=0)
     amp.deinitialize()
-    report = {"weights": list(model.parameters()), "scale": scale, "outcomes": [str(o) for o in outcomes]}
-    torch.save(report, folder / f"{rank}.pt")
+    return {"weights": list(model.parameters()), "scale": scale, "outcomes": [str(o) for o in outcomes]}
 
 
-def work(rank: int, folder: Path, run: Callable[[int], None]) -> None:
+def work(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     try:
         distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-        run(rank)
+        torch.save({name: train(rank, *config) for name, config in CONFIGS.items()}, folder / f"{rank}.pt")
+        distributed.destroy_process_group()
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
         raise
-    finally:
-        distributed.destroy_process_group()
 
 
-def two_processes(folder: Path, run: Callable[..., None]) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process reports, by configuration."""
+    folder = tmp_path_factory.mktemp("ranks")
     context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=work, args=(rank, folder, partial(run, folder=folder))) for rank in range(WORLD)
-    ]
+    processes = [context.Process(target=work, args=(rank, folder)) for rank in range(WORLD)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(100)
         if process.is_alive():
             process.kill()
     errors = "".join(file.read_text() for file in folder.glob("*.error"))
@@ -97,12 +102,9 @@ def reference() -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("level", "bucket_view", "windows"),
-    [("O1", False, True), ("O1", True, False), ("O2", False, False), ("O2", True, True)],
-)
-def test_c86_two_processes_train_as_one(tmp_path: Path, level: str, bucket_view: bool, windows: bool) -> None:
-    first, second = two_processes(tmp_path, partial(train, level=level, bucket_view=bucket_view, windows=windows))
+@pytest.mark.parametrize("config", CONFIGS)
+def test_c86_two_processes_train_as_one(reports: list[dict[str, Any]], config: str) -> None:
+    first, second = (report[config] for report in reports)
     assert first["outcomes"] == second["outcomes"]
     assert [o == str(Outcome.STEPPED) for o in first["outcomes"]] == [True, True, False, True]
     assert first["scale"] == second["scale"] == 512.0
