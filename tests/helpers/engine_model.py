@@ -1,0 +1,477 @@
+"""What the engine should do, in float64 and with none of its code: the reference of the stateful test.
+
+It is simple where the engine is fast: a gradient is a number and a flag that says whether it carries a scale. Numbers
+are small dyadic fractions, so that half arithmetic is exact and only overflow has to be modelled; whatever is not
+finite is NaN here.
+"""
+
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tests.helpers.engine_optimizers import Optimizer, make_optimizer
+
+Array = Any
+Key = tuple[str, tuple[int, ...]]
+
+HALF_LIMIT = 65520.0
+"""The least number that float16 rounds to infinity."""
+
+LATE = "late"
+"""The parameter that joins an optimizer in the middle of a training and is in no module."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One training: its level, its scalers, and who owns which parameter."""
+
+    level: str
+    loss_scale: str | float
+    init_scale: float
+    growth_interval: int
+    growth_factor: float
+    hysteresis: int
+    min_scale: float
+    max_scale: float
+    kinds: tuple[str, ...]
+    owners: tuple[tuple[str, ...], ...]
+    kept: int | None
+    joint: bool
+    region: bool
+    cache_casts: bool | str
+
+    def at(self, level: str) -> "Setup":
+        """Returns the same at another level."""
+        return replace(self, level=level)
+
+
+@dataclass(frozen=True)
+class Term:
+    """One network's part of a loss: ``sum(c * net(x))``."""
+
+    net: int
+    x: tuple[float, float]
+    c: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum of terms, linear in the weights, with at most one fault in it.
+
+    ``poison``: ``"x inf"`` and ``"x nan"`` are in the first term's input, ``"dy"`` and ``"dw"`` in the gradient of its
+    output and of its weight, ``"loss * inf"`` and ``"loss + nan"`` in the loss. ``half``: its dtype is float16.
+    """
+
+    terms: tuple[Term, ...]
+    poison: str | None = None
+    half: bool = False
+
+    @property
+    def finite(self) -> bool:
+        return self.poison in (None, "dy", "dw")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One backward pass: how its scaler is named ("id 0", "named" by optimizers, "walk"), and autograd's options."""
+
+    how: str = "walk"
+    delay: bool = False
+    first_weight_only: bool = False
+    create_graph: bool = False
+
+    @property
+    def loss_id(self) -> int | None:
+        return int(self.how[-1]) if self.how.startswith("id") else None
+
+    def inputs(self, loss: Loss) -> str | None:
+        """Returns the one parameter that is to get a gradient, None for all."""
+        return f"{loss.terms[0].net}.weight" if self.first_weight_only and loss.terms[0].net != 3 else None
+
+
+def narrow(values: Array) -> Array:
+    """Returns what float16 makes of numbers whose significant bits it can hold."""
+    return np.where(np.abs(values) < HALF_LIMIT, values, np.nan)
+
+
+def half(values: Array) -> Array:
+    """Returns numbers rounded to float16, as float64."""
+    return np.asarray(values).astype(np.float16).astype(np.float64)
+
+
+@dataclass
+class Weight:
+    """A parameter. A half one has a float32 side, which ``written`` stands for as long as it is shown."""
+
+    shown: Array
+    is_half: bool = False
+    master: Array = None
+    written: Array = None
+    grad: Array = None
+    pending: bool = False
+    grad_is_half: bool = False
+    trainable: bool = True
+    stepped: bool = False
+    """Whether it was stepped without a master: it stands for itself from then on, also where it is loaded."""
+    exact: Array = None
+    """What ``shown`` was rounded from, until the world has been looked at."""
+
+    def __post_init__(self) -> None:
+        if self.is_half:
+            self.master, self.written = self.shown, half(self.shown)
+            self.shown = self.written
+
+    def truth(self) -> Array:
+        """Returns the float32 value that the parameter stands for."""
+        return self.shown if self.master is None else np.where(self.shown == self.written, self.master, self.shown)
+
+    def adopt(self) -> None:
+        self.master, self.written = self.truth(), self.shown
+
+    def refresh(self) -> None:
+        self.shown, self.exact = half(self.master), self.master
+        self.written = self.shown
+
+    def write(self, values: Array) -> None:
+        """Overwrites what is shown, as an edit from outside does."""
+        self.shown = half(values) if self.is_half else np.asarray(values)
+
+    def load(self, values: Array) -> None:
+        """Takes a float32 value over, as loading a state dict does."""
+        self.write(values)
+        if self.is_half:
+            self.master, self.written = self.shown if self.stepped else np.asarray(values), self.shown
+
+    def clear(self) -> None:
+        self.grad, self.pending, self.grad_is_half = None, False, False
+
+
+@dataclass
+class Scaler:
+    """A loss scale: what `DESIGN`'s rule makes of it."""
+
+    setup: Setup
+    scale: float
+    clean: int = 0
+    tolerance: int = 0
+    attempts: int = 0
+    overflows: int = 0
+    bad_losses: int = 0
+    streak: int = 0
+    lowest: float = 0.0
+    highest: float = 0.0
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        self.tolerance = self.setup.hysteresis
+        self.lowest = self.highest = self.scale
+
+    def update(self, overflow: bool, loss_finite: bool) -> None:
+        self.attempts += 1
+        self.version += 1
+        dynamic = self.setup.loss_scale == "dynamic"
+        if overflow:
+            self.overflows += 1
+            self.streak += 1
+            self.clean = 0
+            self.bad_losses += not loss_finite
+            if loss_finite and dynamic:
+                self.tolerance = max(self.tolerance - 1, 0)
+                if self.tolerance == 0:
+                    self.scale = max(self.scale / 2, self.setup.min_scale)
+        else:
+            self.streak = 0
+            self.clean += 1
+            if dynamic and self.clean >= self.setup.growth_interval:
+                self.scale = min(self.scale * self.setup.growth_factor, self.setup.max_scale)
+                self.clean, self.tolerance = 0, self.setup.hysteresis
+        self.lowest, self.highest = min(self.lowest, self.scale), max(self.highest, self.scale)
+
+
+@dataclass
+class Window:
+    """Delayed backward passes whose gradients still carry their scale."""
+
+    scaler: Scaler
+    version: int
+    scale: float
+    finite: bool = True
+
+
+@dataclass
+class Account:
+    """One optimizer's outcomes."""
+
+    latest: str | None = None
+    counts: dict[str, int] = field(default_factory=lambda: {"stepped": 0, "skipped": 0, "idle": 0})
+
+    def add(self, outcome: str) -> None:
+        self.latest = outcome
+        self.counts[outcome] += 1
+
+
+class EngineModel:
+    """The engine, its optimizers and their parameters.
+
+    Args:
+        setup: The training.
+        values: Every parameter's float32 value, by name ("0.weight").
+        owned: Who owns which parameter now, where that is no longer as in ``setup``.
+    """
+
+    def __init__(self, setup: Setup, values: dict[str, Array], owned: list[list[str]] | None = None) -> None:
+        self.setup = setup
+        self.owned = owned or [list(names) for names in setup.owners]
+        self.optimizers: list[Optimizer] = [make_optimizer(kind) for kind in setup.kinds]
+        self.accounts = [Account() for _ in setup.kinds]
+        self.scalers: dict[Key, Scaler] = {}
+        self.window: Window | None = None
+        self.weights = {name: Weight(value, self.is_half(name)) for name, value in values.items()}
+
+    # Dtypes
+
+    @property
+    def lends(self) -> bool:
+        return self.setup.level == "O2"
+
+    def is_half(self, name: str) -> bool:
+        return self.setup.level in ("O2", "O3") and name[0] != str(self.setup.kept)
+
+    def computes_in_half(self, net: int) -> bool:
+        return self.is_half(LATE) if net == 3 else self.setup.level == "O1" or self.is_half(str(net))
+
+    def _held(self, weight: Weight, grad: Array) -> Array:
+        """Returns what a parameter's ``.grad`` makes of a number."""
+        return narrow(grad) if weight.is_half and (not self.lends or weight.grad_is_half) else grad
+
+    # Scalers
+
+    def key(self, loss: Loss, loss_id: int | None, optimizers: Sequence[int] | None) -> Key:
+        if loss_id is not None:
+            return "loss", (loss_id,)
+        if optimizers is not None:
+            return "optimizer", tuple(sorted(set(optimizers)))
+        if len(self.owned) == 1:
+            return "optimizer", (0,)
+        trained = [i for i, names in enumerate(self.owned) if any(self.weights[n].trainable for n in names)]
+        if 0 < len(trained) < len(self.owned):
+            return "optimizer", tuple(trained)
+        reached = set(self.reached(loss))
+        touched = tuple(i for i, names in enumerate(self.owned) if reached & set(names))
+        return ("optimizer", touched) if touched else ("default", ())
+
+    def scaler(self, key: Key) -> Scaler:
+        """Returns a key's scaler; a new one starts from the narrowest that covers it."""
+        if key not in self.scalers:
+            start = self.setup.init_scale if self.setup.loss_scale == "dynamic" else float(self.setup.loss_scale)
+            if key[0] == "grad" and self.setup.loss_scale == "dynamic":
+                start = max(min(start, 2.0**10), self.setup.min_scale)
+            new = Scaler(self.setup, start)
+            wider = [k for k in self.scalers if k[0] == "optimizer" and set(key[1]) < set(k[1])]
+            cover = min(wider if key[0] == "optimizer" else [], key=lambda k: len(k[1]), default=("default", ()))
+            if key[0] != "grad" and cover in self.scalers:
+                other = self.scalers[cover]
+                new.scale, new.clean, new.tolerance = other.scale, other.clean, other.tolerance
+                new.lowest = new.highest = new.scale
+            self.scalers[key] = new
+        return self.scalers[key]
+
+    # Backward
+
+    def reached(self, loss: Loss) -> list[str]:
+        """Returns the parameters that a loss gives a gradient."""
+        names: list[str] = []
+        for term in loss.terms:
+            names += [LATE] if term.net == 3 else [f"{term.net}.weight", f"{term.net}.bias"]
+        return [name for name in names if self.weights[name].trainable]
+
+    def fresh(self, loss: Loss, scale: float, terms: Iterable[Term] | None = None) -> dict[str, Array]:
+        """Returns the gradients of ``scale * loss``, rounded to half where it is computed in half."""
+        seed = narrow(scale) if loss.half else np.float64(scale)
+        if loss.poison == "loss * inf":
+            seed = np.nan
+        grads: dict[str, Array] = {}
+        for i, term in enumerate(loss.terms if terms is None else terms):
+            fit = narrow if self.computes_in_half(term.net) else np.asarray
+            poison = loss.poison if i == 0 else None
+            dy = fit(seed * np.array(term.c))
+            if term.net == 3:
+                grads[LATE] = dy
+                continue
+            x = np.array([np.nan if poison in ("x inf", "x nan") else term.x[0], term.x[1]])
+            if poison == "dy":
+                dy = np.array([np.nan, dy[1]])
+            dw = fit(np.outer(dy, x))
+            grads[f"{term.net}.weight"] = dw * np.nan if poison == "dw" else dw
+            grads[f"{term.net}.bias"] = dy
+        return {name: grad for name, grad in grads.items() if self.weights[name].trainable}
+
+    def backward(self, loss: Loss, one: Pass, named: Sequence[int], fails: bool = False) -> None:
+        """Runs one pass; one that fails has reached all but the first term."""
+        scaler = self.scaler(self.key(loss, one.loss_id, named if one.how == "named" else None))
+        window = self.window
+        if window is not None and (window.scaler is not scaler or window.version != scaler.version):
+            self.collect()
+        fresh = self.fresh(loss, scaler.scale, loss.terms[1:] if fails else None)
+        only = one.inputs(loss)
+        if only is not None and self.weights[only].trainable:
+            fresh = {name: grad for name, grad in fresh.items() if name == only}
+        if one.delay and not self.lends:
+            self._delay(scaler, fresh, fails or loss.finite, fails)
+        elif fails:
+            for name, grad in fresh.items():
+                if self.weights[name].pending:
+                    self._accumulate(self.weights[name], grad)
+        else:
+            self._finish(scaler, fresh, loss.finite)
+
+    def _accumulate(self, weight: Weight, grad: Array) -> None:
+        weight.grad = self._held(weight, grad if weight.grad is None else weight.grad + grad)
+
+    def _delay(self, scaler: Scaler, fresh: dict[str, Array], finite: bool, fails: bool) -> None:
+        for weight in self.weights.values():
+            if weight.trainable and weight.grad is not None and not weight.pending:
+                weight.grad, weight.pending = self._held(weight, weight.grad * scaler.scale), True
+        for name, grad in fresh.items():
+            self._accumulate(self.weights[name], grad)
+            self.weights[name].pending = True
+        if self.window is None and fails and not any(weight.pending for weight in self.weights.values()):
+            return
+        if self.window is None:
+            self.window = Window(scaler, scaler.version, scaler.scale)
+        self.window.finite &= finite
+
+    def _finish(self, scaler: Scaler, fresh: dict[str, Array], finite: bool) -> None:
+        if self.window is not None:
+            finite &= self.window.finite
+            self.window = None
+        overflow = False
+        for name, weight in self.weights.items():
+            new = fresh.get(name)
+            if weight.pending:
+                if new is not None:
+                    self._accumulate(weight, new)
+                new, weight.grad, weight.pending = weight.grad, None, False
+            if new is not None:
+                overflow |= bool(np.isnan(new).any())
+                weight.grad_is_half = False
+                true = self._held(weight, new / scaler.scale)
+                weight.grad = true if weight.grad is None else self._held(weight, weight.grad + true)
+        scaler.update(overflow, finite)
+
+    def collect(self) -> None:
+        """Makes pending gradients true."""
+        if self.window is not None:
+            self._finish(self.window.scaler, {}, True)
+
+    def plain_backward(self, loss: Loss) -> None:
+        for name, grad in self.fresh(loss, 1.0).items():
+            weight = self.weights[name]
+            weight.grad_is_half |= weight.grad is None and weight.is_half and self.lends
+            self._accumulate(weight, grad)
+
+    def grad(self, loss: Loss) -> dict[str, Array]:
+        """Returns the true gradients of a loss, under a scale of their own."""
+        scaler = self.scaler(("grad", ()))
+        scale = scaler.scale
+        fresh = self.fresh(loss, scale)
+        scaler.update(any(np.isnan(g).any() for g in fresh.values()), True)
+        return {name: grad / scale for name, grad in fresh.items()}
+
+    # Step
+
+    def _grads(self, index: int) -> list[Array]:
+        return [self.weights[n].grad for n in self.owned[index] if self.weights[n].grad is not None]
+
+    def norm(self, index: int) -> float:
+        self.collect()
+        return float(np.sqrt(sum((g**2).sum() for g in self._grads(index))))
+
+    def clip(self, index: int, value: float, algorithm: str) -> None:
+        norm = self.norm(index)
+        if not np.isfinite(norm):
+            return
+        for weight in (self.weights[n] for n in self.owned[index]):
+            if weight.grad is None:
+                continue
+            if algorithm == "norm":
+                weight.grad = weight.grad * min(1.0, value / (norm + 1e-6))
+            else:
+                weight.grad = np.clip(weight.grad, -value, value)
+
+    def _lent(self, index: int) -> list[Weight]:
+        """Returns the weights of an optimizer whose masters it borrows."""
+        return [self.weights[n] for n in self.owned[index] if self.lends and self.weights[n].is_half]
+
+    def borrow(self, index: int) -> None:
+        for weight in self._lent(index):
+            weight.adopt()
+            weight.grad_is_half = False
+
+    def give_back(self, index: int) -> None:
+        for weight in self._lent(index):
+            weight.refresh()
+
+    def can_step(self, index: int) -> bool:
+        """Tells whether torch's optimizer can: its fused SGD takes no mix of parameters with momentum and without."""
+        known = {n in self.optimizers[index].state for n in self.owned[index] if self.weights[n].grad is not None}
+        return self.setup.kinds[index] != "sgd fused" or len(known) < 2
+
+    def step(self, index: int, lent: bool = False) -> None:
+        """Steps an optimizer; ``lent``: it holds its masters already."""
+        self.collect()
+        grads = self._grads(index)
+        others = [g for i in range(len(self.owned)) if self.setup.joint for g in self._grads(i)]
+        optimizer = self.optimizers[index]
+        if not grads:
+            self.accounts[index].add("idle")
+            return
+        skip = any(np.isnan(g).any() for g in grads + others)
+        names = [n for n in self.owned[index] if self.weights[n].grad is not None]
+        # A fused optimizer that has its state is called for a skipped step too: it decides on the device.
+        called = not skip or (optimizer.fused and all(n in optimizer.state for n in names))
+        if called and not lent:
+            self.borrow(index)
+        for name in () if skip else names:
+            self._move(self.weights[name], name, optimizer)
+        if called and not lent:
+            self.give_back(index)
+        self.accounts[index].add("skipped" if skip else "stepped")
+
+    def _move(self, weight: Weight, name: str, optimizer: Optimizer) -> None:
+        if weight.is_half and self.lends:
+            weight.master = optimizer.update(name, weight.master, weight.grad)
+            return
+        moved = optimizer.update(name, weight.shown, weight.grad)
+        weight.write(moved)
+        if weight.is_half:
+            weight.exact, weight.stepped = moved, True
+            weight.master, weight.written = weight.shown, weight.shown
+
+    # State
+
+    def add_late(self, value: Array) -> None:
+        self.weights[LATE] = Weight(value, self.is_half(LATE))
+
+    def save(self) -> dict[str, Any]:
+        return deepcopy(
+            {
+                "weights": {name: weight.truth() for name, weight in self.weights.items()},
+                "scalers": self.scalers,
+                "states": [optimizer.state for optimizer in self.optimizers],
+                "accounts": self.accounts,
+            }
+        )
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Takes over what `save` gave; gradients stay."""
+        saved = deepcopy(saved)
+        for name, value in saved["weights"].items():
+            self.weights[name].load(value)
+        self.scalers = saved["scalers"]
+        for optimizer, state in zip(self.optimizers, saved["states"], strict=True):
+            optimizer.state = state
+        self.accounts = saved["accounts"]
