@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class no_autocast:
-    """Turns autocast off inside the block, on every device type in use.
+    """Turns autocast off inside the block.
 
     In Lightning's manual optimization the whole of ``training_step`` is one autocast region, backward passes and
     optimizer steps included; half arithmetic has no place in those.
@@ -40,9 +40,10 @@ def cache_is_sound(device_type: str) -> bool:
     Args:
         device_type: As in `torch.autocast`.
     """
-    weight = torch.ones(1, 1, requires_grad=True, device=device_type)
-    x: Tensor = torch.ones(1, 1, device=device_type)
-    with torch.autocast(device_type, torch.bfloat16, cache_enabled=True):
-        with torch.no_grad():
-            torch.mm(x, weight)
-        return torch.mm(x, weight).requires_grad
+    with torch.inference_mode(False):  # gradients on, whatever the caller is in
+        weight = torch.ones(1, 1, requires_grad=True, device=device_type)
+        x: Tensor = torch.ones(1, 1, device=device_type)
+        with torch.autocast(device_type, torch.bfloat16, cache_enabled=True):
+            with torch.no_grad():
+                torch.mm(x, weight)
+            return torch.mm(x, weight).requires_grad

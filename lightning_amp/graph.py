@@ -23,9 +23,9 @@ def reached_leaves(loss: Tensor, limit: int = MAX_NODES) -> set[int] | None:
         >>> reached_leaves((w * 3).sum()) == {id(w)}
         True
     """
-    leaves: set[int] = set()
     if loss.grad_fn is None:
-        return leaves
+        return {id(loss)} if loss.requires_grad else set()
+    leaves: set[int] = set()
     seen = {loss.grad_fn}
     stack = [loss.grad_fn]
     while stack:
