@@ -74,6 +74,7 @@ class Engine:
         self._modules = modules
         self._num_losses = num_losses
         self._device = device
+        self._backend = kernels.backend(device)
         self._distributed = distributed
         self._steppers = [Stepper(o, self.masters, f"optimizer {i}") for i, o in enumerate(self.optimizers)]
         owned = [p for optimizer in self.optimizers for p in Gradients.of(optimizer)]
@@ -85,7 +86,7 @@ class Engine:
         self.gradients.reducing = distributed
         self.gradients.on_collected = self._note_overflow
         self._known: dict[int, Known] = {}
-        self._liabilities = [Liability(lambda grads: self._read(grads)[0].norm) for _ in self.optimizers]
+        self._liabilities = [Liability(lambda grads: self._read(grads).norm) for _ in self.optimizers]
         self._refuse_optimizer_in_backward(modules)
 
     def _others(self) -> list[Tensor]:
@@ -165,7 +166,7 @@ class Engine:
                     f"{self._num_losses - 1}. Raise num_losses, or use one of those."
                 )
             return ("loss", (loss_id,))
-        if optimizers is not None:
+        if optimizers not in (None, [], ()):
             named = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
             return ("optimizer", tuple(sorted({self.index(o) for o in named})))
         if len(lists) == 1:
@@ -207,7 +208,7 @@ class Engine:
                 `unscale`. With master weights it changes nothing: half sums would lose small terms.
             hold: Whether a distributed wrapper has yet to reduce these gradients (DDP's ``no_sync``).
             create_graph: Whether the gradients become part of a graph.
-            inputs: Leaf tensors that get gradients although they are no parameters.
+            inputs: Tensors that get gradients although they are no parameters.
             liable: Optimizers that skip their next step together if this pass overflows, as long as the gradients they
                 have after it are still there.
 
@@ -220,14 +221,15 @@ class Engine:
         lists = self.gradients.lists()
         scaler = self.scaler_for(loss, loss_id, optimizers, lists)
         params = self.gradients.params(lists)
-        extra = [t for t in inputs if isinstance(t, Tensor) and t.is_leaf and all(t is not p for p in params)]
+        params = self._with_inputs(params, inputs)
         delay = delay_unscale and not self.config.master_weights
         answering = [self.index(o) for o in liable]
         for liability in self._liabilities:
-            liability.review()
+            if liability.found is not None:
+                liability.review()
         now = scaler.now().kept() if create_graph else scaler.now()  # a graph keeps it, and the scaler moves on
         with no_autocast(self._device.type):
-            window = self.gradients.begin(params + extra if extra else params, now, delay=delay, hold=hold)
+            window = self.gradients.begin(params, now, delay=delay, hold=hold)
             try:
                 wide = _wide(loss)
                 yield wide if window.scale.scale is None else wide * window.scale.scale
@@ -236,7 +238,8 @@ class Engine:
                 raise
             self.gradients.finish(window, loss, create_graph, answering)
         for liability in self._liabilities:
-            liability.hold()
+            if liability.found is not None:
+                liability.hold()
         if self.config.patch_torch_functions and self.config.cache_casts != "step":
             torch.clear_autocast_cache()
 
@@ -265,7 +268,7 @@ class Engine:
         Raises:
             ValueError: As `scaled_loss`.
         """
-        inputs = kwargs.get("inputs") or ()
+        inputs = kwargs.get("inputs")
         with self.scaled_loss(
             loss,
             loss_id=loss_id,
@@ -273,9 +276,21 @@ class Engine:
             delay_unscale=delay_unscale,
             hold=hold,
             create_graph=bool(kwargs.get("create_graph")),
-            inputs=[inputs] if isinstance(inputs, Tensor) else inputs,
+            inputs=[inputs] if isinstance(inputs, Tensor) else inputs or (),
         ) as scaled:
             run(scaled, **kwargs)
+
+    @staticmethod
+    def _with_inputs(params: list[Tensor], inputs: Iterable[Any]) -> list[Tensor]:
+        """Returns the parameters, and the tensors among ``inputs`` that are none of them."""
+        tensors = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
+        if not tensors:
+            return params
+        known = set(map(id, params))
+        extra = [t for t in tensors if id(t) not in known]
+        for tensor in extra:
+            tensor.retain_grad()  # as torch does with what is no leaf, only now, so that ``.grad`` can be looked at
+        return params + extra
 
     def _note_overflow(self, liable: set[int], scaler: LossScaler) -> None:
         found = scaler.overflowed
@@ -306,10 +321,11 @@ class Engine:
         params = [p for p in params if p.grad is not None]
         return params, [p.grad for p in params if p.grad is not None]
 
-    @staticmethod
-    def _read(grads: list[Tensor]) -> tuple[Reading, list[Tensor]]:
+    def _read(self, grads: list[Tensor]) -> Reading:
         values = dense_values(grads)
-        return kernels.backend(values[0].device).read(values), values
+        device = values[0].device
+        backend = self._backend if device == self._device else kernels.backend(device)
+        return backend.read(values)
 
     def norm(self, optimizer: Any) -> Tensor:
         """Returns the total 2-norm of an optimizer's true gradients: 0-dim float32, no host synchronisation.
@@ -319,7 +335,7 @@ class Engine:
         """
         _, grads = self._ready(self.index(optimizer))
         with torch.no_grad(), no_autocast(self._device.type):
-            return self._read(grads)[0].norm if grads else torch.zeros((), device=self._device)
+            return self._read(grads).norm if grads else torch.zeros((), device=self._device)
 
     def clip(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
         """Clips an optimizer's true gradients in place; non-finite ones are left for `step` to see.
@@ -345,18 +361,24 @@ class Engine:
             reading = kernels.backend(values[0].device).read_and_clip(values, algorithm, float(value))
         self._known[index] = Known(grads, reading)
 
-    def step(self, optimizer: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps an optimizer unless one of the gradients the step would use is non-finite.
 
         At most one host synchronisation; none with torch's fused optimizers after a parameter's first step.
 
         Args:
             optimizer: One of this engine's.
+            closure: Computes the gradients; it runs before the step, so that they can be looked at.
             **kwargs: For its ``step``.
 
         Returns:
-            What its ``step`` returned, None if it was not called.
+            What the closure returned; without one, what the optimizer's ``step`` returned, None if it was not called.
         """
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+            self.step(optimizer, **kwargs)
+            return result
         index = self.index(optimizer)
         stepper = self._steppers[index]
         params, grads = self._ready(index)
@@ -377,11 +399,11 @@ class Engine:
     def _read_with_partners(self, index: int, grads: list[Tensor]) -> Reading:
         known = self._known.pop(index, None)
         reading = known and known.of(grads)
-        reading = reading or self._read(grads)[0]
+        reading = reading or self._read(grads)
         for other in self._partners[index]:
             _, theirs = self._ready(other)
             if theirs:
-                found = self._read(theirs)[0].found_inf.to(reading.found_inf.device)
+                found = self._read(theirs).found_inf.to(reading.found_inf.device)
                 reading = reading._replace(found_inf=torch.maximum(reading.found_inf, found))
         answers_for = self._liabilities[index].settle()
         if answers_for is not None:

@@ -98,7 +98,7 @@ class Gradients:
 
     def lists(self) -> list[list[Tensor]]:
         """Returns each optimizer's parameters, read from its ``param_groups`` now."""
-        return [self.of(o) for o in self.optimizers]
+        return [[p for group in o.param_groups for p in group["params"]] for o in self.optimizers]
 
     @staticmethod
     def of(optimizer: Any) -> list[Tensor]:
@@ -146,7 +146,7 @@ class Gradients:
             for p, old in zip(live, olds, strict=True):
                 if old is not None:
                     p.grad = None
-            if not self.in_place:  # DDP makes a view of a gradient when it rebuilds its buckets, and writes into it next
+            if not self.in_place:  # DDP makes views of gradients when it rebuilds its buckets, and writes into them
                 window.olds = [None if old is None else old.clone() for old in olds]
         return window
 
@@ -203,7 +203,8 @@ class Gradients:
         if window.delay:
             self._note(pending, window)
             return
-        self._keep_unreduced(pending, window)
+        if pending.held:
+            self._keep_unreduced(pending, window)
         now = [(p, p.grad, old) for p, old in zip(window.live, window.olds, strict=True)]
         fresh: list[Fresh] = [(p, g, old) for p, g, old in now if g is not None and g is not old]
         if pending.params:  # frozen since its pass, and still under its scale
@@ -225,8 +226,6 @@ class Gradients:
 
     def _keep_unreduced(self, pending: Pending, window: Window) -> None:
         """Leaves pending what a reduced pass did not reach: its turn comes with the pass that does."""
-        if not pending.held:
-            return
         waiting = [
             (p, g)
             for (p, g), version in zip(zip(pending.params, pending.grads, strict=True), window.versions, strict=True)
@@ -298,16 +297,22 @@ class Gradients:
             grads, into, scale.inv_scale, first_bad, widen=self._widen, in_place=self.in_place
         )
         for (p, g, _), true in zip(fresh, out, strict=True):
-            if true is not g:
-                p.grad = true
+            if true is not g:  # as `_accepted`, without a call for each
+                p.grad = true if true.dtype is p.dtype or (p.is_leaf and p.grad_dtype is None) else true.to(p.dtype)
 
     def _collect_in_graph(self, fresh: list[Fresh], scale: Scale) -> None:
         for i, (p, new, old) in enumerate(fresh):
-            _collect_odd((p, new.detach(), None), scale._replace(inv_scale=None), i, False, False)
+            _collect_odd((p, new.data, None), scale._replace(inv_scale=None), i, False, False)
             with torch.enable_grad():
                 true = new.float() if self._widen and new.dtype in HALF_DTYPES else new
                 true = true if scale.inv_scale is None else true * scale.inv_scale
-                p.grad = true if old is None else old + true
+                p.grad = _accepted(true if old is None else old + true, p)
+
+
+def _accepted(grad: Tensor, param: Tensor) -> Tensor:
+    """Returns a gradient in a dtype that ``param`` takes: its own, unless it is a leaf that was told to take any."""
+    takes_any = param.is_leaf and param.grad_dtype is None
+    return grad if takes_any else grad.to(param.dtype)
 
 
 def _collect_odd(fresh: Fresh, scale: Scale, index: int, widen: bool, in_place: bool) -> None:
@@ -326,7 +331,7 @@ def _collect_odd(fresh: Fresh, scale: Scale, index: int, widen: bool, in_place: 
     true = torch.view_as_complex(true) if values.is_complex() else true
     if sparse is not None:
         true = torch.sparse_coo_tensor(sparse.indices(), true, sparse.shape, is_coalesced=True, check_invariants=False)
-    p.grad = true if old is None else old + true
+    p.grad = _accepted(true if old is None else old + true, p)
     if first_bad is not here:
         here.copy_(torch.minimum(here, first_bad.to(here.device)))
 

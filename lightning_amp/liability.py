@@ -21,7 +21,8 @@ class Liability:
 
     def __init__(self, norm: Callable[[list[Tensor]], Tensor]) -> None:
         self._norm = norm
-        self._found: Tensor | None = None
+        self.found: Tensor | None = None
+        """What it answers for: 0-dim, zero if nothing overflowed, None if nothing was noted."""
         self._held: list[tuple[Tensor, Tensor, int]] = []
 
     def note(self, found: Tensor, params: list[Tensor]) -> None:
@@ -31,7 +32,7 @@ class Liability:
             found: 0-dim float32, zero if nothing overflowed.
             params: Those whose gradients it is about; the note is void when all of these gradients are gone.
         """
-        self._found = found if self._found is None else torch.maximum(self._found, found.to(self._found.device))
+        self.found = found if self.found is None else torch.maximum(self.found, found.to(self.found.device))
         self.hold(params)
 
     def hold(self, params: list[Tensor] | None = None) -> None:
@@ -40,24 +41,24 @@ class Liability:
         Args:
             params: As in `note`, or None for the same ones.
         """
-        if self._found is not None:
+        if self.found is not None:
             params = [p for p, _, _ in self._held] if params is None else params
             self._held = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]
 
     def review(self) -> None:
         """Drops the note if its gradients are gone: None, replaced, or zeroed where they are."""
-        if self._found is None:
+        if self.found is None:
             return
         held = [(p, g, version) for p, g, version in self._held if p.grad is g]
         if not held:
-            self._found, self._held = None, []
+            self.found, self._held = None, []
         elif any(g._version != version for _, g, version in held):  # edited in place: only the device knows how
             norm = self._norm([g for _, g, _ in held])
-            self._found = self._found * (norm != 0).to(self._found)
+            self.found = self.found * (norm != 0).to(self.found)
             self._held = [(p, g, g._version) for p, g, _ in held]
 
     def settle(self) -> Tensor | None:
         """Returns what the coming step has to answer for, None if nothing, and forgets it."""
         self.review()
-        found, self._found, self._held = self._found, None, []
+        found, self.found, self._held = self.found, None, []
         return found

@@ -121,7 +121,7 @@ class MasterWeights:
         Args:
             params: Parameters of any dtype. Where masters are lent, nothing happens.
         """
-        if not self.lend_to_optimizers:
+        if self._masters and not self.lend_to_optimizers:
             for param in params:
                 if (original := self._masters.get(param)) is not None:
                     original.data = original.new_empty(0)
