@@ -240,7 +240,8 @@ def state_dict(destination: dict[str, Any] | None = None, *, optimizers: Any = N
 def load_state_dict(state_dict: dict[str, Any], *, optimizers: Any = None) -> None:
     """Goes on from loss scales that were saved, by this package or by Apex; also sets a static scale.
 
-    A level that works without a scale goes on without, and a dynamic scale stays between its bounds.
+    A scale that was saved alone, or by a `torch.amp.GradScaler`, is for all losses. A level that works without a scale
+    goes on without, and a dynamic scale stays between its bounds.
 
     Args:
         state_dict: From `state_dict`.
@@ -256,14 +257,16 @@ def load_state_dict(state_dict: dict[str, Any], *, optimizers: Any = None) -> No
         if optimizers is None and not trainings.left_alone:
             raise RuntimeError("There is no training to load into. Call amp.initialize first.")
         return
-    scalers = {key[1][0] if key != DEFAULT_KEY else 0: s for key, s in saved.scalers.items() if key[0] != "grad"}
-    extra = [i for i in scalers if i >= training.num_losses]
+    named = {key[1][0]: scaler for key, scaler in saved.scalers.items() if key[0] == "loss"}
+    cover = saved.scalers.get(DEFAULT_KEY) if saved.num_losses is None else None
+    extra = [i for i in named if i >= training.num_losses]
     if extra:
         warnings.warn(
             f"num_losses={training.num_losses}: the saved scales of losses {extra} are left out.", stacklevel=2
         )
-    for i, scaler in scalers.items():
-        if i not in extra:
+    for i in range(training.num_losses):
+        scaler = named.get(i, cover)
+        if scaler is not None:
             training.set_loss_scale(i, scaler.values["scale"], scaler.values["clean"])
 
 

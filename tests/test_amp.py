@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,14 @@ def test_the_signatures_are_those_of_apex() -> None:
         }
         == defaults
     )
+
+
+def test_c91_the_page_for_users_of_apex_has_every_name_and_keyword() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "coming_from_apex.md").read_text()
+    table = page[page.index("## From Apex's amp") : page.index("### Who skips")]
+    public = {f"amp.{name}" for name in amp.__all__}
+    keywords = {*inspect.signature(amp.initialize).parameters, *inspect.signature(amp.scale_loss).parameters}
+    assert {word for word in public | keywords if word not in table} == set()
 
 
 def test_it_imports_no_lightning() -> None:
@@ -622,6 +631,16 @@ def test_a_state_that_does_not_fit_is_told() -> None:
     with pytest.warns(UserWarning, match=r"num_losses=1.*\[1\]"):
         amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": 8.0, "unskipped": 0} for i in range(2)})
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 8.0
+
+
+def test_one_saved_scale_is_for_all_losses() -> None:
+    start(num_losses=2)
+    for state, scale in (
+        ({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}}, 8.0),
+        (torch.amp.GradScaler("cpu", init_scale=32.0).state_dict(), 32.0),
+    ):
+        amp.load_state_dict(state)
+        assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [scale, scale]
 
 
 # The end
