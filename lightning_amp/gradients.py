@@ -44,6 +44,11 @@ class Pending:
         """Returns the parameters and gradients that are still there."""
         return [(p, g) for p, g in zip(self.params, self.grads, strict=True) if p.grad is g]
 
+    def drop_replaced(self) -> None:
+        """Forgets the gradients that are not there any more."""
+        kept = self.present()
+        self.params, self.grads = [p for p, _ in kept], [g for _, g in kept]
+
 
 @dataclass
 class Window:
@@ -136,6 +141,7 @@ class Gradients:
         olds = [p.grad for p in live]
         versions: list[int] = []
         for pending in self._pending:
+            pending.drop_replaced()
             carried = {id(g) for g in pending.grads}
             olds = [None if id(old) in carried else old for old in olds]
             versions = [g._version for g in pending.grads]
@@ -175,10 +181,11 @@ class Gradients:
             if not self._pending[-1].params:
                 self._pending.pop()
             return
-        waiting = {id(g) for pending in self._pending for g in pending.grads}
         for p, old in zip(window.live, window.olds, strict=True):
-            if id(p.grad) not in waiting:
-                p.grad = old
+            p.grad = old
+        for pending in self._pending:
+            for p, g in zip(pending.params, pending.grads, strict=True):
+                p.grad = g
 
     def _take_pending(self, window: Window) -> Pending:
         """Returns what was pending already for the window's pass to go on with, or a fresh one."""

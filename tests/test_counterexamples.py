@@ -95,6 +95,19 @@ def test_pass_that_fails_keeps_what_was_pending(level: str) -> None:
     assert values(root.a.weight.grad) == [1.0, 2.0]
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_pass_with_a_graph_that_fails_keeps_what_was_pending() -> None:
+    engine, root = training("O1", "ab")
+    root.a.weight.grad = torch.tensor([[9.0, 9.0]])
+    engine.backward(loss(root.a) + loss(root.b), delay_unscale=True)
+    root.a.weight.grad = None
+    with pytest.raises(ArithmeticError):
+        engine.backward(failing(root.a, root.b), create_graph=True)
+    engine.unscale()
+    assert root.a.weight.grad is None
+    assert values(root.b.weight.grad) == [1.0, 2.0]
+
+
 # Half gradients that are not autograd's own
 
 

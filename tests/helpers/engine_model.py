@@ -114,8 +114,6 @@ class Weight:
     pending: bool = False
     grad_is_half: bool = False
     trainable: bool = True
-    stepped: bool = False
-    """Whether it was stepped without a master: it stands for itself from then on, also where it is loaded."""
     exact: Array = None
     """What ``shown`` was rounded from, until the world has been looked at."""
 
@@ -143,7 +141,7 @@ class Weight:
         """Takes a float32 value over, as loading a state dict does."""
         self.write(values)
         if self.is_half:
-            self.master, self.written = self.shown if self.stepped else np.asarray(values), self.shown
+            self.master, self.written = np.asarray(values), self.shown
 
     def clear(self) -> None:
         self.grad, self.pending, self.grad_is_half = None, False, False
@@ -323,7 +321,7 @@ class EngineModel:
             self._delay(scaler, fresh, fails or loss.finite, fails)
         elif fails:
             for name, grad in fresh.items():
-                if self.weights[name].pending:
+                if self.weights[name].pending and not one.create_graph:  # which adds out of place
                     self._accumulate(self.weights[name], grad)
         else:
             self._finish(scaler, fresh, loss.finite)
@@ -448,7 +446,7 @@ class EngineModel:
         moved = optimizer.update(name, weight.shown, weight.grad)
         weight.write(moved)
         if weight.is_half:
-            weight.exact, weight.stepped = moved, True
+            weight.exact = moved
             weight.master, weight.written = weight.shown, weight.shown
 
     # State
