@@ -319,6 +319,8 @@ class Engine:
         params = self.gradients.of(self.optimizers[index])
         self.gradients.collect_pending(owned=params)
         params = [p for p in params if p.grad is not None]
+        for p in [p for p in params if p.grad.is_sparse]:  # type: ignore[union-attr]
+            p.grad = p.grad.coalesce()  # type: ignore[union-attr]  # else its values are nowhere to be clipped
         return params, [p.grad for p in params if p.grad is not None]
 
     def _read(self, grads: list[Tensor]) -> Reading:

@@ -338,7 +338,8 @@ def _collect_odd(fresh: Fresh, scale: Scale, index: int, widen: bool, in_place: 
     true = torch.view_as_complex(true) if values.is_complex() else true
     if sparse is not None:
         true = torch.sparse_coo_tensor(sparse.indices(), true, sparse.shape, is_coalesced=True, check_invariants=False)
-    p.grad = _accepted(true if old is None else old + true, p)
+    total = true if old is None else old + true
+    p.grad = _accepted(total.coalesce() if total.is_sparse else total, p)
     if first_bad is not here:
         here.copy_(torch.minimum(here, first_bad.to(here.device)))
 
