@@ -278,6 +278,25 @@ def test_promise_4_gradients_decide_a_skip_not_a_remembered_flag(level: str) -> 
     assert run(step, sgd("net"), plugin, net=linear(3.0)).net.weight.item() == 2.0
 
 
+@pytest.mark.parametrize("level", HALF_LEVELS)
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_promise_4_a_clip_leaves_non_finite_gradients_as_they_are(level: str, algorithm: str, bad: float) -> None:
+    """A norm clip would make NaN of all, a clamp would make a bound of infinity: neither could be told apart later."""
+    plugin = amp(level)
+
+    def step(module: Any, *_: Any) -> None:
+        optimizer = module.optimizers()
+        module.manual_backward(module.net(torch.tensor([[1.0, 2.0]])).sum())
+        module.net.weight.grad[0, 0] = bad
+        module.clip_gradients(optimizer, 0.5, algorithm)
+        assert str(module.net.weight.grad.tolist()) == str([[bad, 2.0]])
+        optimizer.step()
+        assert plugin.outcome(optimizer) is Outcome.SKIPPED
+
+    run(step, sgd("net"), plugin, net=linear(1.0, 1.0))
+
+
 @pytest.mark.parametrize("level", SCALED_LEVELS)
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_promise_4_a_clip_does_not_hide_a_non_finite_gradient(level: str, clip: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
+from lightning_amp import Outcome
 from tests.helpers.modules import HALF_LEVELS, LEVELS, Scripted, amp, fit, linear, run, sgd, weights
 
 # 3. The optimizer keeps the model's own parameters.
@@ -151,6 +152,28 @@ def test_promise_3_a_scheduler_and_a_late_group_reach_the_weights(level: str) ->
 
     module = run(step, make, amp(level), 2, a=linear(8.0), b=linear(8.0))
     assert (module.a.weight.item(), module.b.weight.item()) == (5.0, 4.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_promise_3_a_late_group_is_a_full_member(level: str) -> None:
+    """It has a master, which steps below half resolution reach, and its gradients count for a skip."""
+    plugin = amp(level)
+    outcomes: list[Outcome | None] = []
+
+    def step(module: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = module.optimizers()
+        if batch_idx == 1:
+            optimizer.add_param_group({"params": list(module.late.parameters())})
+        optimizer.zero_grad()
+        module.manual_backward((module.net(torch.ones(1, 1)) + module.late(torch.ones(1, 1))).sum())
+        if batch_idx == 3:
+            module.late.weight.grad.fill_(torch.nan)
+        optimizer.step()
+        outcomes.append(plugin.outcome(optimizer))
+
+    module = run(step, sgd("net", lr=2.0**-14), plugin, 4, net=linear(1.0), late=linear(1.0))
+    assert (module.net.weight.item(), module.late.weight.item()) == (1 - 3 * 2.0**-14, 1 - 2 * 2.0**-14)
+    assert outcomes == [*[Outcome.STEPPED] * 3, Outcome.SKIPPED]
 
 
 # 7. Edits of half weights are honoured.
