@@ -12,8 +12,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
-from tests.helpers.resuming import BATCHES, OVERFLOW, Spec, Watch, differences, path_of, train
+from tests.helpers.resuming import BATCHES, OVERFLOW, Duel, Spec, Watch, differences, path_of, train
 
 ROOT = Path(__file__).resolve().parents[1]
 HALF = BATCHES
@@ -85,6 +86,23 @@ def test_an_open_accumulation_window_is_finished_bit_for_bit(spec: Spec, batches
     """Lightning by itself drops the gradients of the window."""
     resumed = train(spec, runs.path(spec, batches))
     assert differences(runs[spec].end, resumed.end) == []
+
+
+class Infinite(Duel):
+    """The batch that overflows has an infinite loss, which no scale can cure: the scale stays."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        x, factor = batch
+        return super().training_step((x, factor if factor == 1 else factor * torch.inf), batch_idx)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_open_window_remembers_that_a_loss_was_infinite(level: str, tmp_path: Path) -> None:
+    spec = Spec(level, automatic=True, window=4)
+    whole = train(spec, folder=tmp_path, save_after=[OVERFLOW + 1], module=Infinite(automatic=True))
+    resumed = train(spec, path_of(tmp_path, OVERFLOW + 1), module=Infinite(automatic=True))
+    assert whole.end["plugin"]["scalers"]["optimizer_0"]["bad_losses"] > 0
+    assert differences(whole.end, resumed.end) == []
 
 
 class Norms(Callback):

@@ -186,7 +186,7 @@ def train(
     **more: Any,
 ) -> Watch:
     """Trains two epochs, or what is left of them, and returns what was seen."""
-    watch = Watch(folder, save_after)
+    watch, module = Watch(folder, save_after), more.pop("module", None) or spec.module()
     it = trainer(
         more.pop("plugin", None) or spec.plugin(),
         max_epochs=more.pop("max_epochs", EPOCHS),
@@ -194,7 +194,7 @@ def train(
         callbacks=[EMAWeights(0.9), *more.pop("callbacks", ()), watch],
         **more,
     )
-    it.fit(spec.module(), Stream(), ckpt_path=resume, weights_only=None if resume is None else True)
+    it.fit(module, Stream(), ckpt_path=resume, weights_only=None if resume is None else True)
     return watch
 
 
