@@ -23,9 +23,10 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 
 class _Here(threading.local):
-    """What holds in this thread: whether casts are disabled, and the calls of models under way."""
+    """What holds in this thread: ambient casts, how often casts are disabled, and the calls of models under way."""
 
     def __init__(self) -> None:
+        self.ambient = False
         self.disabled = 0
         self.calls: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
 
@@ -39,7 +40,6 @@ class AmbientCasts:
     def __init__(self) -> None:
         self._open: list[tuple[weakref.ref[Any], str, torch.dtype]] = []
         self._context = ExitStack()
-        self._thread = 0
 
     def add(self, training: Any, device_type: str, dtype: torch.dtype) -> None:
         """Has the casts of a training hold, from now on and in this thread.
@@ -49,7 +49,7 @@ class AmbientCasts:
             device_type: As in `torch.autocast`.
             dtype: The half type.
         """
-        self._thread = threading.get_ident()
+        _here.ambient = True
         self._open.append((weakref.ref(training), device_type, dtype))
         self._renew()
 
@@ -73,7 +73,7 @@ class AmbientCasts:
 
     def hold(self, device_type: str) -> bool:
         """Tells whether casts hold on a device type, in this thread."""
-        return self._thread == threading.get_ident() and any(entry[1] == device_type for entry in self._open)
+        return _here.ambient and any(entry[1] == device_type for entry in self._open)
 
 
 ambient = AmbientCasts()

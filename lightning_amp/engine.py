@@ -192,7 +192,7 @@ class Engine:
         optimizers: Any = None,
         delay_unscale: bool = False,
         hold: bool = False,
-        create_graph: bool = False,
+        create_graph: bool | None = False,
         inputs: Iterable[Tensor] = (),
         liable: Iterable[Any] = (),
     ) -> Iterator[Tensor]:
@@ -207,7 +207,7 @@ class Engine:
             delay_unscale: Whether the gradients keep their scale until the next pass without it, a clip, a step or
                 `unscale`. With master weights it changes nothing: half sums would lose small terms.
             hold: Whether a distributed wrapper has yet to reduce these gradients (DDP's ``no_sync``).
-            create_graph: Whether the gradients become part of a graph.
+            create_graph: Whether the gradients become part of a graph; None if that is seen when they are there.
             inputs: Tensors that get gradients although they are no parameters.
             liable: Optimizers that skip their next step together if this pass overflows, as long as the gradients they
                 have after it are still there.
@@ -227,7 +227,9 @@ class Engine:
         for liability in self._liabilities:
             if liability.found is not None:
                 liability.review()
-        now = scaler.now().kept() if create_graph else scaler.now()  # a graph keeps it, and the scaler moves on
+        now = scaler.now()
+        if create_graph is not False:
+            now = now.kept()  # a graph keeps it, and the scaler moves on
         with no_autocast(self._device.type):
             window = self.gradients.begin(params, now, delay=delay, hold=hold)
             try:

@@ -194,7 +194,7 @@ class Gradients:
         return Pending(window.scale.kept() if window.delay else window.scale)
 
     def finish(
-        self, window: Window, loss: Tensor | None, create_graph: bool = False, liable: Iterable[int] = ()
+        self, window: Window, loss: Tensor | None, create_graph: bool | None = False, liable: Iterable[int] = ()
     ) -> None:
         """Ends a backward pass: collects what it produced and moves its scaler on, or notes that it is pending.
 
@@ -220,6 +220,8 @@ class Gradients:
         for p, g, old in now:
             if g is None and old is not None:
                 p.grad = old
+        if create_graph is None:
+            create_graph = any(g.requires_grad for _, g, _ in fresh)
         self._collect(fresh, pending, create_graph)
 
     def _note(self, pending: Pending, window: Window) -> None:

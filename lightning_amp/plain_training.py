@@ -122,7 +122,12 @@ class PlainTraining:
             return
         self.shown.take_back()
         with self.engine.scaled_loss(
-            loss, loss_id=loss_id, delay_unscale=delay_unscale, hold=self._unreduced(), liable=optimizers
+            loss,
+            loss_id=loss_id,
+            delay_unscale=delay_unscale,
+            hold=self._unreduced(),
+            create_graph=None,
+            liable=optimizers,
         ) as scaled:
             yield scaled
 

@@ -310,6 +310,23 @@ def test_c19_three_backwards_over_one_graph_at_three_scales(level: str) -> None:
         out.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_gradients_that_are_part_of_a_graph_can_be_differentiated_again(level: str) -> None:
+    """By ``scaled.backward(create_graph=True)``, of which nobody is told before; the scale moves right after it."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 3.0)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, init_scale=8.0, growth_interval=1)
+    for n in (1, 2):
+        with amp.scale_loss((model(2 * ONE).float() ** 3).sum(), optimizer) as scaled:
+            scaled.backward(create_graph=True)
+        assert model.weight.grad.item() == n * 3 * 6**2 * 2
+        (second,) = torch.autograd.grad(model.weight.grad.sum(), model.weight, retain_graph=True)
+        assert second.item() == n * 6 * 6 * 2**2
+    model.weight.grad = None
+
+
 def test_a_backward_that_fails_leaves_gradients_and_scale_as_they_were() -> None:
     models, optimizers = pair()
     block(models[0](ONE), optimizers[0])
