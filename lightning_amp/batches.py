@@ -144,6 +144,10 @@ def _cast_dataclass(value: Any, dtype: torch.dtype, doubles: bool) -> Any:
 
 
 def _cast_by_itself(value: Any, dtype: torch.dtype) -> Any:
+    fields = _attributes(value)
+    floats = [t for t in tensors_in(fields) if t.is_floating_point()]
+    if floats and all(t.dtype is dtype for t in floats):
+        return value  # a state that a model writes into, say
     try:
         # The copy is asked, because some convert themselves in place, and targets in the batch are to stay as they are.
         twin = copy.copy(value)
@@ -152,7 +156,7 @@ def _cast_by_itself(value: Any, dtype: torch.dtype) -> Any:
         return value  # its `to` takes no dtype; what reaches a module is cast there
     new = twin if new is None else new
     if type(new) is type(value):
-        for name, old in _attributes(value).items():
+        for name, old in fields.items():
             if _integers(getattr(new, name, None)) != _integers(old):
                 object.__setattr__(new, name, cast(old, dtype))
     return new

@@ -260,6 +260,11 @@ def test_c64_an_object_is_asked_to_convert_itself_and_its_integers_are_put_back(
     assert batch.edges is IDS
 
 
+def test_an_object_that_has_nothing_to_cast_stays_the_same_object() -> None:
+    batch = Graph(X.half(), IDS, [X.half()])
+    assert cast_of(batch) is batch
+
+
 class SlottedGraph:
     __slots__ = ("ids", "x")
 
