@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp import checkpoint, kernels
+from lightning_amp import checkpoint, kernels, scaler_choice
 from lightning_amp.alarm import Alarm
 from lightning_amp.autocast import no_autocast
 from lightning_amp.gradients import Gradients, dense_values
-from lightning_amp.graph import reached_leaves
 from lightning_amp.kernels.reference import HALF_DTYPES, Reading
 from lightning_amp.liability import Liability
-from lightning_amp.loss_scaler import DEFAULT_KEY, GRAD_KEY, Key, LossScaler, LossScalers
+from lightning_amp.loss_scaler import GRAD_KEY, LossScaler, LossScalers
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
 from lightning_amp.outcomes import LossAccount, Outcome, OutcomeRecord
 from lightning_amp.readings import Known
 from lightning_amp.saved_state import read
+from lightning_amp.scaled_grad import scaled_grad, wide
 from lightning_amp.stepper import Stepper
 
 
@@ -156,30 +156,12 @@ class Engine:
         Raises:
             ValueError: The loss id is out of range, or an optimizer is unknown.
         """
-        return self.scalers.get(self._key(loss, loss_id, optimizers, lists))
-
-    def _key(self, loss: Tensor, loss_id: int | None, optimizers: Any, lists: list[list[Tensor]]) -> Key:
         if loss_id is not None:
-            if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < self._num_losses:
-                raise ValueError(
-                    f"loss_id={loss_id!r} is out of range: num_losses={self._num_losses} allows 0 to "
-                    f"{self._num_losses - 1}. Raise num_losses, or use one of those."
-                )
-            return ("loss", (loss_id,))
+            return self.scalers.get(scaler_choice.loss_key(loss_id, self._num_losses))
         if optimizers not in (None, [], ()):
             named = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-            return ("optimizer", tuple(sorted({self.index(o) for o in named})))
-        if len(lists) == 1:
-            return ("optimizer", (0,))
-        active = [i for i, params in enumerate(lists) if [p for p in params if p.requires_grad]]
-        if 0 < len(active) < len(lists):
-            return ("optimizer", tuple(active))
-        leaves = None if self._distributed else reached_leaves(loss)
-        if leaves:
-            active = [i for i, params in enumerate(lists) if not leaves.isdisjoint(map(id, params))]
-            if active:
-                return ("optimizer", tuple(active))
-        return DEFAULT_KEY
+            return self.scalers.get(scaler_choice.optimizers_key(self.index(o) for o in named))
+        return self.scalers.get(scaler_choice.reached_key(loss, lists, may_differ=self._distributed))
 
     # One backward
 
@@ -233,8 +215,7 @@ class Engine:
         with no_autocast(self._device.type):
             window = self.gradients.begin(params, now, delay=delay, hold=hold)
             try:
-                wide = _wide(loss)
-                yield wide if window.scale.scale is None else wide * window.scale.scale
+                yield wide(loss) if window.scale.scale is None else wide(loss) * window.scale.scale
             except BaseException:
                 self.gradients.put_back(window)
                 raise
@@ -444,30 +425,16 @@ class Engine:
         Returns:
             The true gradients: float32 for half inputs, else in the dtype of the input; None where unused.
         """
-        scaler = self.scalers.get(GRAD_KEY)
-        scale = scaler.now().kept()  # the graph keeps it, and the scaler moves on
-        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         with no_autocast(self._device.type):
-            scaled = [o if scale.scale is None else _wide(o) * scale.scale for o in outputs]
-            found = torch.autograd.grad(
-                scaled,
+            return scaled_grad(
+                self.scalers.get(GRAD_KEY),
+                outputs,
                 inputs,
                 grad_outputs,
                 retain_graph=retain_graph,
                 create_graph=create_graph,
                 allow_unused=allow_unused,
             )
-            present = [g.detach() for g in found if g is not None]
-            if present:
-                with torch.no_grad():
-                    values = dense_values(present)
-                    backend = kernels.backend(values[0].device)
-                    backend.collect(values, [None] * len(values), None, scaler.first_bad, widen=False, in_place=False)
-            inv = scale.inv_scale
-            true = tuple(g if g is None else _wide(g) if inv is None else _wide(g) * inv for g in found)
-            # The result is looked at, not the outputs: a critic's score says nothing about the range of its gradient.
-            scaler.update(None)
-        return true
 
     def stepping(self, optimizer: Any) -> bool:
         """Tells whether it is this engine that runs the ``step`` of ``optimizer`` now."""
@@ -545,7 +512,3 @@ class Engine:
         """Removes every hook from the optimizers; the masters and scalers stay."""
         for stepper in self._steppers:
             stepper.close()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
