@@ -9,6 +9,18 @@ from benchmarks.resume_matrix import PRECISIONS, Cell, measure, prepare
 DYNAMIC = ("O1", "O2", "16-mixed")
 
 
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "checkpoints.md"
+
+
+def documented() -> dict[tuple[str, str], str]:
+    """The cells of the table in the documentation."""
+    lines = [line.strip("| \n").split(" | ") for line in DOCS.read_text().splitlines() if line.startswith("|")]
+    start = next(i for i, cells in enumerate(lines) if cells[0].startswith("saved by"))
+    columns = [name.strip("`") for name in lines[start][1:]]
+    rows = lines[start + 2 : start + 2 + len(columns)]
+    return {(r[0].strip("`"), c): cell for r in rows for c, cell in zip(columns, r[1:], strict=True)}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("matrix")
@@ -21,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_c73_any_precision_goes_on_from_any(saved: str, resumed: str, folder: Path) -> None:
     cell = measure(saved, resumed, folder)
     assert cell.ok, cell
+    assert documented()[saved, resumed] == str(cell)
     assert cell.moments == ("half" if resumed == "O3" and saved != "O3" else True)
     if resumed in DYNAMIC:
         assert cell.scale == ("goes on" if saved in DYNAMIC else "anew")
