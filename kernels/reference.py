@@ -77,7 +77,7 @@ def _unscaled(
         return list(torch._foreach_mul(new, factor))
     # A factor with one dimension takes part in type promotion, a 0-dim one does not: half * float32 [1] is float32.
     wide = factor.view(1)
-    return list(torch._foreach_mul(new, [wide if g.dim() else factor for g in new]))
+    return list(torch._foreach_mul(new, [wide if g.ndim else factor for g in new]))
 
 
 @lru_cache

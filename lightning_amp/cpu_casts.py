@@ -27,15 +27,16 @@ class _Registration:
     def __init__(self) -> None:
         self.users = 0
         self._lock = threading.Lock()
-        self._library: torch.library.Library | None = None
+        self._library: Any = None
 
     def add_user(self) -> None:
         with self._lock:
             self.users += 1
             if self.users == 1:
-                self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+                library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
                 for operation, kind in CPU_CASTS.items():
-                    self._library.impl(operation, _casting(operation, kind), "AutocastCPU")
+                    library.impl(operation, _casting(operation, kind), "AutocastCPU")
+                self._library = library
 
     def remove_user(self) -> None:
         with self._lock:

@@ -40,12 +40,16 @@ class MasterWeights:
     def __init__(self, lend_to_optimizers: bool) -> None:
         self.lend_to_optimizers = lend_to_optimizers
         self._masters: dict[Tensor, nn.Parameter] = {}
-        self.lent: set[Tensor] = set()
-        """The masters that an optimizer holds now."""
+        self._by_id: dict[int, nn.Parameter] = {}  # the same masters
+        self.lent: set[int] = set()
+        """The ids of the masters that an optimizer holds now."""
         self._buffers: dict[tuple[nn.Module, str], Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._masters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_by_id": {}, "lent": set()}  # a copy has tensors of its own
 
     def convert(self, param: Tensor, dtype: torch.dtype) -> None:
         """Makes a float32 parameter half, in place, and keeps the original. A second call does nothing.
@@ -93,6 +97,12 @@ class MasterWeights:
         """Returns the master of ``param``, None if it has none."""
         return self._masters.get(param)
 
+    def of_all(self, params: Iterable[Tensor]) -> list[nn.Parameter | None]:
+        """Returns the master of each of ``params``, None for those that have none."""
+        if len(self._by_id) != len(self._masters):
+            self._by_id = {id(param): master for param, master in self._masters.items()}
+        return list(map(self._by_id.get, map(id, params)))
+
     def of_buffer(self, module: nn.Module, name: str) -> Tensor | None:
         """Returns the float32 original of a buffer, None if it was not converted."""
         return self._buffers.get((module, name))
@@ -105,8 +115,8 @@ class MasterWeights:
         Args:
             params: Parameters of any dtype.
         """
-        for param in params:
-            master = self._masters.get(param)
+        params = list(params)
+        for param, master in zip(params, self.of_all(params), strict=True):
             if master is None:
                 if param.dtype in HALF_DTYPES and self.lend_to_optimizers:
                     self._add(param, param.detach().float())
@@ -168,6 +178,7 @@ class MasterWeights:
                 if buffer is not None and buffer.dtype in HALF_DTYPES:  # it may have been removed
                     buffer.data = merged(buffer, original)
         self._masters.clear()
+        self._by_id.clear()
         self._buffers.clear()
 
 
@@ -187,35 +198,35 @@ class Loan:
         self._optimizer = optimizer
         params = [p for group in optimizer.param_groups for p in group["params"]]
         masters.ensure(params)
-        self._pairs = [(p, m) for p in params if (m := masters.of(p)) is not None] if masters.lend_to_optimizers else []
-        first = [(p, m) for p, m in self._pairs if m not in masters.lent]
+        owned = zip(params, masters.of_all(params), strict=True) if masters.lend_to_optimizers else ()
+        self._pairs = [(p, m) for p, m in owned if m is not None]
+        first = [(p, m) for p, m in self._pairs if id(m) not in masters.lent] if masters.lent else self._pairs
         self._each("adopt", first)
         for param, master in first:
             if param.grad is not None and param.grad.dtype is not master.dtype:
                 param.grad = param.grad.to(master.dtype)
             master.grad = param.grad
-            master.requires_grad_(param.requires_grad)
+            if master.requires_grad is not param.requires_grad:
+                master.requires_grad_(param.requires_grad)
         self._first = [(p, m, p.grad) for p, m in first]
-        masters.lent.update(m for _, m in first)
-        self._exchange(dict(self._pairs))
+        masters.lent.update(map(id, [m for _, m in first]))
+        self._exchange([p for p, _ in self._pairs], [m for _, m in self._pairs])
 
     @staticmethod
-    @torch.no_grad()
     def _each(operation: str, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
         """Runs a kernel over the pairs, one call a device."""
-        by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for param, master in pairs:
-            halves, masters = by_device.setdefault(param.device, ([], []))
-            halves.append(param)
-            masters.append(master)
-        for device, (halves, masters) in by_device.items():
-            getattr(kernels.backend(device), operation)(halves, masters)
+        with torch.set_grad_enabled(False):
+            for device in {param.device for param, _ in pairs}:
+                here = [pair for pair in pairs if pair[0].device == device]
+                getattr(kernels.backend(device), operation)([p for p, _ in here], [m for _, m in here])
 
-    def _exchange(self, to: dict[Any, Any]) -> None:
+    def _exchange(self, out: list[Any], into: list[Any]) -> None:
+        """Puts tensors in place of others; by id, since a tensor's hash is a call of Python code."""
+        to = dict(zip(map(id, out), into, strict=True))
         for group in self._optimizer.param_groups:
-            group["params"][:] = [to.get(p, p) for p in group["params"]]
+            group["params"][:] = map(to.get, map(id, group["params"]), group["params"])
         state = self._optimizer.state
-        entries = {to.get(p, p): value for p, value in state.items()}
+        entries = dict(zip(map(to.get, map(id, state), state), state.values(), strict=True))
         state.clear()
         state.update(entries)
 
@@ -228,10 +239,10 @@ class Loan:
         pairs, self._pairs = self._pairs, []
         if not pairs:
             return
-        self._exchange({master: param for param, master in pairs})
+        self._exchange([m for _, m in pairs], [p for p, _ in pairs])
         for param, master, grad in self._first:
             if param.grad is grad:  # else it was cleared or replaced through the model
                 param.grad = master.grad
             master.grad = None
-        self._masters.lent.difference_update(m for _, m, _ in self._first)
+        self._masters.lent.difference_update(map(id, [m for _, m, _ in self._first]))
         self._each("refresh", pairs)
