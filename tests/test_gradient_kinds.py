@@ -107,11 +107,25 @@ def test_a_nonfinite_imaginary_part_is_found() -> None:
 # Part of a graph
 
 
+class Root(torch.autograd.Function):
+    """x^1.5 / 1.5, with a gradient that is what its own second derivative is computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**1.5 / 1.5
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return (grad * grad * ctx.saved_tensors[0]).sqrt()
+
+
 FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda p: p.exp().sum(),
     lambda p: (p**3).sum(),
     lambda p: p.sigmoid().prod(),
     lambda p: torch.logsumexp(p, 0) * p[0],
+    lambda p: Root.apply(p).sum(),  # type: ignore[no-untyped-call]
     lambda p: nn.functional.layer_norm(p.sqrt(), (2,)).pow(2)[1],
 ]
 
@@ -159,7 +173,10 @@ def test_tensors_named_as_inputs_get_true_gradients(level: str, spelling: str, l
         for i in (1.0, 2.0):
             engine.backward(layer(x).float().sum(), inputs=inputs, retain_graph=True)
             assert numbers(x.grad) == [[2.0 * i, -3.0 * i]]
-    assert (layer.weight.grad is None) is (spelling != "with a parameter")
+            if spelling == "with a parameter":
+                assert numbers(layer.weight.grad) == [[i, i]]
+            else:
+                assert layer.weight.grad is None
 
 
 @pytest.mark.parametrize("leaf", [True, False])
@@ -200,11 +217,15 @@ def test_parameters_of_no_optimizer_have_true_gradients_too(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_network_that_was_half_before_and_has_no_optimizer_gets_true_gradients(level: str) -> None:
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_network_that_was_half_before_and_has_no_optimizer_gets_true_gradients(level: str, odd: bool) -> None:
     model = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False).half()})
+    if odd:
+        model["b"].phase = nn.Parameter(torch.ones(1, dtype=torch.complex64))
     engine = engine_of(level, [torch.optim.SGD(model["a"].parameters(), lr=1.0)], *model.values(), loss_scale=SCALE)
     for i in (1.0, 2.0):
-        engine.backward(model["b"](torch.ones(1, 1).half()).float().sum() + model["a"](torch.ones(1, 1)).sum())
+        extra = model["b"].phase.real.sum() if odd else 0
+        engine.backward(model["b"](torch.ones(1, 1).half()).float().sum() + model["a"](torch.ones(1, 1)).sum() + extra)
         assert numbers(model["b"].weight.grad) == [[i]]
 
 

@@ -145,17 +145,20 @@ def test_c10_a_scale_that_moves_meanwhile_does_not_touch_a_window() -> None:
 
 
 @pytest.mark.parametrize("lost", ["none", "zeroed", "replaced"])
-def test_a_window_whose_gradient_is_cleared_or_replaced_lets_go_of_it(lost: str) -> None:
+@pytest.mark.parametrize("end", ["pass", "unscale"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_window_whose_gradient_is_cleared_or_replaced_lets_go_of_it(lost: str, end: str, in_place: bool) -> None:
     p, q = param(1.0), param(1.0)
     engine = simple(p, q)
+    engine.gradients.in_place = in_place
     engine.backward((p + q).sum(), delay_unscale=True)
     if lost == "zeroed":
         torch.optim.SGD([p]).zero_grad(set_to_none=False)
     else:
         p.grad = None if lost == "none" else torch.full((1,), 5.0)
-    engine.backward((q * 2).sum())
+    engine.unscale() if end == "unscale" else engine.backward((q * 2).sum())
     assert p.grad is None if lost == "none" else numbers(p.grad) == [0.0 if lost == "zeroed" else 5.0]
-    assert numbers(q.grad) == [3.0]
+    assert numbers(q.grad) == [1.0 if end == "unscale" else 3.0]
 
 
 def test_a_parameter_frozen_while_it_is_pending_becomes_true_too() -> None:
