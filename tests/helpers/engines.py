@@ -1,6 +1,6 @@
 """The engine and its parts without a framework around them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,3 +80,26 @@ def dtypes(module: nn.Module) -> dict[str, torch.dtype]:
 def halves(module: nn.Module) -> set[str]:
     """Returns the names of the parameters and buffers that are half."""
     return {name for name, dtype in dtypes(module).items() if dtype is torch.float16}
+
+
+X = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+"""The batch of `backward`."""
+
+
+def linear_training(level: str, make: Callable[..., Any], **settings: Any) -> tuple[nn.Linear, Any, Engine]:
+    """Returns a linear layer, the optimizer that ``make`` makes of its parameters, and their engine."""
+    layer = nn.Linear(2, 1)
+    optimizer = make(layer.parameters())
+    return layer, optimizer, engine_of(level, [optimizer], layer, **settings)
+
+
+def backward(engine: Engine, layer: nn.Module, factor: float = 1.0) -> None:
+    """Runs a pass whose gradients are multiplied by ``factor``, while the loss is not."""
+    out = layer(X).float()
+    out.register_hook(lambda g: g * factor)
+    engine.backward(out.pow(2).sum())
+
+
+def all_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Tells whether two lists of tensors hold the same values."""
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
