@@ -310,7 +310,8 @@ class Engine:
         values = dense_values(grads)
         device = values[0].device
         backend = self._backend if device == self._device else kernels.backend(device)
-        return backend.read(values)
+        reading: Reading = backend.read(values)
+        return reading
 
     def norm(self, optimizer: Any) -> Tensor:
         """Returns the total 2-norm of an optimizer's true gradients: 0-dim float32, no host synchronisation.
