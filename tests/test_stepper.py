@@ -174,6 +174,7 @@ def test_a_closure_runs_first_so_that_its_gradients_are_looked_at(level: str, na
 def test_a_step_behind_the_engines_back_is_refused_until_the_end(level: str) -> None:
     layer, optimizer, engine = linear_training(level, FUSED["adam"])
     backward(engine, layer)
+    engine.step(optimizer)
     before = [p.detach().clone() for p in layer.parameters()]
     with pytest.raises(RuntimeError, match=r"step\(\) of optimizer 0 was called directly.*self\.optimizers\(\)"):
         optimizer.step()
