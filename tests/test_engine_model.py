@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.helpers.engine_compare import Comparison
@@ -25,6 +25,9 @@ from tests.helpers.engine_world import NETS, BackwardError, World, first_values
 GIVEN = os.environ.get("ENGINE_MODEL")
 """How many sequences; without it the same 500 each time."""
 
+window_events = st.sampled_from(
+    ["pass", "pass", "failing pass", "freeze", "thaw", "= 0.75", "grad = None", "grad.zero_()"]
+)
 zeroing = st.sampled_from(["optimizer", "optimizer", "net", "root", "grad = None", "grad.zero_()"])
 
 
@@ -85,6 +88,37 @@ class EngineMachine(RuleBasedStateMachine):
         for name, flag in flags.items():
             self.model.weights[name].trainable = flag
             self.world.params[name].requires_grad_(flag)
+
+    @rule(
+        loss=losses,
+        other=losses,
+        how=st.sampled_from(["id 0", "named", "walk"]),
+        index=places,
+        events=st.lists(st.tuples(window_events, names), max_size=4),
+        end=st.sampled_from(["pass", "step", "clip", "unscale", "nothing"]),
+    )
+    def window(self, loss: Loss, other: Loss, how: str, index: int, events: list[tuple[str, str]], end: str) -> None:
+        """Delayed passes under one scale, and what may come between them and their end."""
+        delayed = Pass(how, delay=True)
+        self.backward(loss, [delayed], [index])
+        for event, name in events:
+            if event in ("pass", "failing pass"):
+                self.backward(other, [delayed], [index], fails=event == "failing pass")
+            elif event in ("freeze", "thaw"):
+                self._set_trainable({name: event == "thaw"})
+            elif event == "= 0.75":
+                self.edit_grad(event, name)
+            else:
+                self.zero_grad(event, True, index, name)
+            self.agree()
+        if end == "pass":
+            self.backward(other, [Pass(how)], [index])
+        elif end == "step":
+            self.step(index, False)
+        elif end == "clip":
+            self.clip(index, "norm", 2.0)
+        elif end == "unscale":
+            self.unscale(index)
 
     @rule(loss=losses)
     def plain_backward(self, loss: Loss) -> None:
@@ -256,7 +290,7 @@ class EngineMachine(RuleBasedStateMachine):
                     weight.exact = value if weight.is_half else None
                     weight.write(value)
 
-    @rule(chosen=st.sets(names, min_size=1, max_size=4), flag=st.booleans())
+    @rule(chosen=st.sets(names, min_size=1, max_size=4), flag=st.sampled_from([True, True, False]))
     def freeze(self, chosen: set[str], flag: bool) -> None:
         self._set_trainable(dict.fromkeys(chosen, flag))
 
@@ -285,13 +319,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.backward(loss, [Pass(how)], [index])
         self.step(index, False)
 
-    @rule(index=places, name=names, late=rarely)
-    def add_group(self, index: int, name: str, late: bool) -> None:
+    @rule(index=places)
+    @precondition(lambda self: LATE not in self.world.params)
+    def add_late(self, index: int) -> None:
+        """A parameter that is in no module joins an optimizer: half, where weights are."""
+        self.world.add_late()
+        self.model.add_late(self.world.params[LATE].detach().double().numpy())
+        self.add_group(index, LATE)
+
+    @rule(index=places, name=names)
+    def add_group(self, index: int, name: str) -> None:
         index = self.place(index)
-        if late and LATE not in self.world.params:
-            self.world.add_late()
-            self.model.add_late(self.world.params[LATE].detach().double().numpy())
-            name = LATE
         if name in self.model.owned[index]:
             return
         self.world.optimizers[index].add_param_group({"params": [self.world.params[name]]})
@@ -352,6 +390,8 @@ TestEngineModel.settings = settings(
     stateful_step_count=30,
     deadline=None,
     database=None,
+    phases=[Phase.generate, Phase.shrink],
+    report_multiple_bugs=False,
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )

@@ -149,7 +149,7 @@ class Weight:
 
 @dataclass
 class Scaler:
-    """A loss scale: what `DESIGN`'s rule makes of it."""
+    """A loss scale, what it has been through, and how it moves."""
 
     setup: Setup
     scale: float
