@@ -230,7 +230,7 @@ def update(state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRul
     if state.is_cpu:
         bad: Any = first_bad.tolist()
         finite = bad == FIRST_BAD_NONE or loss is None or bool(torch.isfinite(loss).all())
-        state.copy_(torch.tensor(next_state(ScaleState(*state.tolist()), bad, finite, rule), dtype=torch.float32))
+        state.numpy()[:] = next_state(ScaleState(*state.tolist()), bad, finite, rule)  # a quarter of a `copy_`'s time
         if bad != FIRST_BAD_NONE:
             first_bad.fill_(FIRST_BAD_NONE)
         return
