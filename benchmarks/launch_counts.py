@@ -110,7 +110,7 @@ def count_step(
 
         with _Operations() as operations:
             with engine.lent_masters(stepping):
-                pass  # half weights have their fingerprints from the second step on
+                pass  # the addresses of weights are on the device from the second step on
             backward()
             engine.norm(stepping)
             stepping.zero_grad()

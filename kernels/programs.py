@@ -147,24 +147,21 @@ class WeightsPlan:
 
         self._tables = tables.build(halves.facts, halves.place, like, kind)
         self.rest = self._tables.rest
-        self._args = (self._tables.chunks, self._tables.sizes, halves.row, masters.row)
-        self._marks = like.new_zeros(max(self._tables.programs, 1), dtype=torch.int64)
-        self._marked = False
+        marks = like.new_zeros(max(self._tables.programs, 1), dtype=torch.int64)
+        self._args = (self._tables.chunks, self._tables.sizes, halves.row, masters.row, marks)
         n = sum(self._tables.elements)
         where = halves.place.device, self._tables.programs
         constants: dict[str, Any] = {"KINDS": self._tables.kinds, "BLOCK": CHUNK}
         self._refresh = Launcher(refresh_kernel, *where, 6 * n, **constants)
-        self._adopt_first = Launcher(adopt_kernel, *where, 6 * n, 4 * n, MARKED=False, **constants)
-        self._adopt = Launcher(adopt_kernel, *where, 2 * n, 10 * n, MARKED=True, **constants)
+        self._adopt = Launcher(adopt_kernel, *where, 2 * n, 10 * n, **constants)
 
     def refresh(self) -> None:
         """Launches the kernel that rounds the masters into the half weights."""
-        self._refresh(*self._args, self._marks)
-        self._marked = True
+        self._refresh(*self._args)
 
     def adopt(self) -> None:
         """Launches the kernel that takes edited half weights over."""
-        (self._adopt if self._marked else self._adopt_first)(*self._args, self._marks)
+        self._adopt(*self._args)
 
 
 class UpdatePlan:

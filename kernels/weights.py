@@ -72,7 +72,7 @@ def refresh_kernel(chunks, sizes, halves, masters, marks, KINDS: tl.constexpr, B
 
 
 @triton.jit
-def adopt_kernel(chunks, sizes, halves, masters, marks, MARKED: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr):
+def adopt_kernel(chunks, sizes, halves, masters, marks, KINDS: tl.constexpr, BLOCK: tl.constexpr):
     """``master = where(half == round(master), master, half)``; one program a chunk.
 
     Where the half weights still bear the fingerprint that `refresh_kernel` left, nobody has edited them, and the
@@ -83,8 +83,7 @@ def adopt_kernel(chunks, sizes, halves, masters, marks, MARKED: tl.constexpr, KI
         sizes: int64 ``[tensors]``: elements of each.
         halves: int64 ``[tensors]``: addresses of the half weights.
         masters: int64 ``[tensors]``: addresses of their masters.
-        marks: int64 ``[programs]``: the fingerprints.
-        MARKED: Whether there are fingerprints yet.
+        marks: int64 ``[programs]``: the fingerprints; zero, which none is likely to be, before there are any.
         KINDS: For each kind ``(type of half, type of master)``.
         BLOCK: Elements in a chunk.
     """
@@ -98,8 +97,6 @@ def adopt_kernel(chunks, sizes, halves, masters, marks, MARKED: tl.constexpr, KI
     master = tl.load(masters + tensor)
     for K in tl.static_range(len(KINDS)):
         if kind == K:
-            edited = True
-            if MARKED:
-                edited = walk(_look, half, master, n, chunk, 0, KINDS[K][0], KINDS[K][1], 0, BLOCK) != mark
-            if edited:
+            seen = walk(_look, half, master, n, chunk, 0, KINDS[K][0], KINDS[K][1], 0, BLOCK)
+            if seen != mark:
                 walk(_take_over, half, master, n, chunk, 0, KINDS[K][0], KINDS[K][1], 0, BLOCK)

@@ -120,13 +120,8 @@ def _collect(
     return call
 
 
-def _weights(dtype: torch.dtype, *names: str) -> Callable[[], None]:
-    def call() -> None:
-        halves, masters = _grads([dtype]), _grads([torch.float32])
-        for name in names:
-            getattr(ops, name)(halves, masters)
-
-    return call
+def _weights(dtype: torch.dtype, name: str) -> Callable[[], object]:
+    return lambda: getattr(ops, name)(_grads([dtype]), _grads([torch.float32]))
 
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -152,9 +147,8 @@ CALLS: dict[str, tuple[Callable[[], object], int, int]] = {
     "clip value f32": (lambda: ops.clip_value(_grads([f32]), torch.empty((), device="cuda"), 1.0), 4, 4),
     "refresh f16": (_weights(f16, "refresh"), 4, 0),
     "refresh bf16": (_weights(bf16, "refresh"), 4, 0),
-    "adopt f16, first": (_weights(f16, "adopt"), 4, 4),
-    "adopt f16": (_weights(f16, "refresh", "adopt"), 4, 4),
-    "adopt bf16": (_weights(bf16, "refresh", "adopt"), 4, 4),
+    "adopt f16": (_weights(f16, "adopt"), 4, 4),
+    "adopt bf16": (_weights(bf16, "adopt"), 4, 4),
     "update": (
         lambda: ops.update(
             torch.empty(10, device="cuda"),

@@ -70,6 +70,7 @@ def test_plans_outlive_a_step_and_are_bounded() -> None:
         ops.read([torch.randn(n)])
     assert len(plans._plans) <= 2 * plans.RECENT
     assert len(plans._recent) <= plans.RECENT
+    assert len(plans._facts) <= plans.RECENT
 
 
 @pytest.mark.parametrize("other", ["dtype", "size", "layout", "absent", "float64"])
@@ -126,6 +127,8 @@ def test_collect_without_scale_in_place_writes_nothing(stores: list[str]) -> Non
 def test_adopt_writes_edited_chunks_alone(stores: list[str]) -> None:
     masters = [torch.randn(6 * 2048)]
     halves = [m.half() for m in masters]
+    ops.adopt(halves, masters)
+    assert stores == []
     ops.refresh(halves, masters)
     stores.clear()
     ops.adopt(halves, masters)
@@ -136,13 +139,25 @@ def test_adopt_writes_edited_chunks_alone(stores: list[str]) -> None:
 
 
 def test_adopt_reads_masters_only_where_fingerprints_differ() -> None:
-    masters = [torch.randn(2050)]
+    masters = [torch.zeros(3 * 2048)]
     halves = [m.half() for m in masters]
-    for _ in range(2):
-        with counting() as log:
-            ops.adopt(halves, masters)
-            ops.refresh(halves, masters)
-    assert [(entry.name, entry.nbytes) for entry in log] == [("adopt", 2 * 2050), ("refresh", 6 * 2050)]
+    ops.refresh(halves, masters)
+    masters[0].fill_(1.0)  # behind everybody's back, so that reading shows
+    halves[0][2048] = 2.0
+    ops.adopt(halves, masters)
+    assert masters[0][:2048].eq(1.0).all()
+    assert masters[0][2048] == 2.0
+    assert masters[0][2049:4096].eq(0.0).all()
+    assert masters[0][4096:].eq(1.0).all()
+
+
+def test_autograd_is_told_of_gradients_unscaled_in_place() -> None:
+    grads = [torch.randn(3)]
+    ops.collect(grads, [None], INV, first_bad())
+    assert grads[0]._version > 0
+    before = grads[0]._version
+    ops.collect(grads, [None], None, first_bad())  # a check alone
+    assert grads[0]._version == before
 
 
 def test_fingerprints_belong_to_one_pair_of_lists() -> None:

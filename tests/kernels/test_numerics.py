@@ -176,6 +176,25 @@ def test_bad_values_are_found_in_any_layout() -> None:
         assert found.item() == 1.0
 
 
+def test_autograd_is_told_of_what_is_written() -> None:
+    grads, old = draw(SMALL, torch.float32), draw(SMALL, torch.float32)
+    written = [
+        lambda: ops.clip_norm(grads, torch.tensor(9.0), 1.0),
+        lambda: ops.clip_value(grads, torch.tensor(0.0), 0.1),
+        lambda: ops.read_and_clip(grads, "norm", 0.1),
+    ]
+    for write in written:
+        before = grads[3]._version
+        write()
+        assert grads[3]._version > before
+    before = old[3]._version
+    ops.collect(draw(SMALL, torch.float32), list(old), INV, first_bad())
+    assert old[3]._version > before
+    before = old[3]._version
+    ops.adopt([g.half() + 1 for g in old], old)
+    assert old[3]._version > before
+
+
 def total(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
 
