@@ -11,7 +11,7 @@ from lightning_amp import checkpoint, kernels, scaler_choice
 from lightning_amp.alarm import Alarm
 from lightning_amp.autocast import no_autocast
 from lightning_amp.gradients import Gradients, dense_values
-from lightning_amp.kernels.reference import HALF_DTYPES, Reading
+from lightning_amp.kernels.reference import Reading
 from lightning_amp.liability import Liability
 from lightning_amp.loss_scaler import GRAD_KEY, LossScaler, LossScalers
 from lightning_amp.master_weights import MasterWeights
@@ -77,10 +77,8 @@ class Engine:
         self._backend = kernels.backend(device)
         self._distributed = distributed
         self._steppers = [Stepper(o, self.masters, f"optimizer {i}") for i, o in enumerate(self.optimizers)]
-        owned = [p for optimizer in self.optimizers for p in Gradients.of(optimizer)]
-        half = any(p.dtype in HALF_DTYPES for p in (*owned, *(p for module in modules for p in module.parameters())))
-        # A half weight without a master takes a half gradient and no other.
-        self.gradients = Gradients(self.optimizers, self._others, widen=config.master_weights or not half)
+        widen = config.master_weights or config.cast_model_type is None
+        self.gradients = Gradients(self.optimizers, self._others, widen=widen)
         self._partners = self._group(skip_together)
         self._alarm = Alarm(max_consecutive_skips, self.scalers, self.name_of)
         self.gradients.reducing = distributed

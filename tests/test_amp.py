@@ -408,9 +408,14 @@ def test_schedulers_made_before_and_after_work_and_nobody_warns(made: str, overf
         train(model, optimizer, steps=2, scheduler=schedulers[0])
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
     before = [p.detach().clone() for p in model.parameters()]
+    engine, step = amp.engine(optimizer), optimizer.step
+    counts = engine.counts(optimizer)
     amp.deinitialize()
     train(model, optimizer, steps=1, mixed=False)
     assert any(not torch.equal(p.float(), q) for p, q in zip(before, model.parameters(), strict=True))
+    assert engine.counts(optimizer) == counts, "the engine has nothing to do with it any more"
+    if made == "after":
+        assert optimizer.step is step, "the scheduler's own wrapper stays"
 
 
 def test_an_optimizer_without_gradients_is_idle() -> None:
@@ -488,6 +493,28 @@ def test_a_wrapper_skips_and_what_it_wraps_cannot_go_behind_its_back() -> None:
     assert values(models) == [1.0]
     with pytest.raises(RuntimeError, match="called directly"):
         optimizer.optim.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_wrapper_that_goes_on_with_the_weights_after_the_step_has_the_masters(level: str) -> None:
+    class Damped(Larc):
+        """Moves the weights back by a little, which a half weight cannot show."""
+
+        def step(self) -> None:
+            before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+            self.optim.step()
+            with torch.no_grad():
+                for p, old in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
+                    assert p.dtype is torch.float32
+                    p.lerp_(old, 1e-4)
+
+    model = net()
+    exact = copy.deepcopy(model)
+    wanted = train(exact, Damped(sgd(exact, 1e-3)), mixed=False)
+    _, optimizer = amp.initialize(model, Damped(sgd(model, 1e-3)), opt_level=level, verbosity=0, init_scale=1024.0)
+    train(model, optimizer)
+    amp.deinitialize()
+    assert_close(list(model.parameters()), wanted, 1e-4)
 
 
 def test_a_wrapper_that_hides_its_optimizer_is_refused() -> None:

@@ -278,10 +278,11 @@ def test_c24_a_window_of_four_is_one_big_batch(level: str, delay: bool) -> None:
 
 
 @pytest.mark.parametrize("delayed_last", [False, True])
-def test_an_overflow_in_a_delayed_block_skips_everybody_named_in_the_window(delayed_last: bool) -> None:
+@pytest.mark.parametrize("last", [0, 1])
+def test_an_overflow_in_a_delayed_block_skips_everybody_named_in_the_window(delayed_last: bool, last: int) -> None:
     models, optimizers = pair()
     block(models[0](ONE) + models[1](ONE), optimizers, delay_unscale=True, overflow=models[0])
-    block(models[1](ONE), optimizers[1], delay_unscale=delayed_last)
+    block(models[last](ONE), optimizers[last], delay_unscale=delayed_last)
     for optimizer in optimizers:
         optimizer.step()
     assert values(models) == [1.0, 1.0]

@@ -29,6 +29,7 @@ def test_a_weight_that_changed_is_cast_anew(way: str) -> None:
     models, optimizers = pair()
     model = models[0]
     block(model(ONE), optimizers[0])
+    assert [model(ONE).item(), nn.functional.linear(ONE, model.weight).item()] == [1.0, 1.0]
     if way == "step":
         optimizers[0].step()
     elif way == "data":
@@ -38,7 +39,7 @@ def test_a_weight_that_changed_is_cast_anew(way: str) -> None:
     else:
         with torch.no_grad():
             model.weight.zero_()
-    assert model(ONE).item() == 0.0
+    assert [model(ONE).item(), nn.functional.linear(ONE, model.weight).item()] == [0.0, 0.0]
 
 
 def test_casts_of_a_weight_survive_train_eval_train() -> None:
@@ -163,10 +164,16 @@ def test_a_training_that_was_dropped_ends_with_the_next_initialize() -> None:
 def test_a_model_is_cast_in_other_threads_too() -> None:
     models, _ = pair()
     dtypes: list[torch.dtype] = []
-    thread = threading.Thread(target=lambda: dtypes.append(models[0](ONE).dtype))
+
+    def work() -> None:
+        dtypes.append(models[0](ONE).dtype)
+        with amp.disable_casts():
+            dtypes.append(models[0](ONE).dtype)
+
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert dtypes == [torch.float16]
+    assert dtypes == [torch.float16, torch.float32]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

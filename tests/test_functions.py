@@ -396,6 +396,11 @@ def test_decorated_functions_cast_containers_and_keywords_and_nothing_else() -> 
         assert kwargs["y"] is half
 
 
+def test_a_promoted_operation_of_integers_alone_is_left_alone() -> None:
+    with casts("cpu", HALF, True):
+        assert torch.dot(torch.arange(3), torch.arange(3)).item() == 5
+
+
 def test_a_promoted_function_of_one_dtype_is_left_alone() -> None:
     x = make(2, dtype=HALF)
     with casts("cpu", HALF, True):
