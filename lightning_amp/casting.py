@@ -95,7 +95,7 @@ def _refuse_unconvertible(root: nn.Module) -> None:
 
 
 class Conversion:
-    """Modules whose weights are half for the time being.
+    """Modules whose weights are half for the time being, and whose outputs are cast.
 
     Args:
         config: The level and its settings.
@@ -103,16 +103,15 @@ class Conversion:
     """
 
     def __init__(self, config: AmpConfig, masters: MasterWeights) -> None:
-        assert config.cast_model_type is not None
         self._config = config
-        self._half = config.cast_model_type
+        self._half = config.cast_model_type or config.dtype
         self._masters = masters
         self._handles: list[Any] = []
         self.kept: list[str] = []
         """Names of the parameters that stayed float32, BatchNorm's aside."""
 
     def convert(self, root: nn.Module, *, root_is_model: bool) -> None:
-        """Converts what is below ``root``, in place.
+        """Converts what is below ``root``, in place; only casts outputs where the config leaves weights float32.
 
         Args:
             root: The module to start from.
@@ -122,6 +121,12 @@ class Conversion:
         Raises:
             ValueError: A parameter is lazy or distributed, or a module is scripted.
         """
+        models = [root] if root_is_model else models_below(root)
+        if self._config.cast_model_type is None:
+            for model in models:
+                if any(p.is_floating_point() for p in model.parameters()):
+                    self._cast_outputs_of(model)
+            return
         _refuse_unconvertible(root)
         units = {module: _own_tensors(module) for module in root.modules()}
         spared = None if root_is_model else root
@@ -132,7 +137,7 @@ class Conversion:
             takes_any = module is spared or isinstance(module, _BatchNorm)
             if dtype is self._half or (dtype is torch.float32 and not takes_any):
                 dtypes[module] = dtype
-        for model in [root] if root_is_model else models_below(root):
+        for model in models:
             if any(p.dtype is self._half for p in model.parameters()):
                 dtypes.setdefault(model, self._half)
                 self._cast_outputs_of(model)

@@ -50,7 +50,7 @@ class AmpPrecision(Precision):
         patch_torch_functions: Replaces whether forward passes run under autocast.
         keep_batchnorm_fp32: Replaces whether BatchNorm stays float32.
         master_weights: Replaces whether float32 masters are kept.
-        cast_model_outputs: Replaces the dtype that a model's outputs are cast to at O2 and O3.
+        cast_model_outputs: The dtype that models' outputs are cast to: float32 at O2 and O3, no cast at O0 and O1.
         keep_fp32: Modules that stay float32 at O2 and O3: class names, name patterns (``"*.head"``), types or
             predicates ``(module, name) -> bool``.
         half_functions: Dotted names of functions to run in half under O1 (``"my_package.ops.fused"``), besides those
@@ -163,7 +163,8 @@ class AmpPrecision(Precision):
         if self.config.cast_model_type is None:
             if not self.config.passive or self.config.opt_level == "O0":
                 self._refuse_half(module)
-            return module
+            if self.config.cast_model_outputs is None:
+                return module
         if self._conversion is None:
             self._conversion = Conversion(self.config, self._masters)
             self._conversion.convert(module, root_is_model=False)

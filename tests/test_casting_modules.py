@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_amp.casting import models_below
 from tests.helpers.engines import converted, halves
+from tests.helpers.modules import amp, run, sgd
 
 HALF, FULL = torch.float16, torch.float32
 
@@ -50,6 +51,35 @@ def test_outputs_have_the_dtype_asked_for(outputs: str | None, dtype: torch.dtyp
     model = nn.Linear(2, 1)
     converted(model, cast_model_outputs=outputs)
     assert model(torch.ones(1, 2)).dtype is dtype
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_outputs_are_cast_where_weights_stay_float32_too(level: str) -> None:
+    module = gan()
+    module.lazy, x = nn.LazyLinear(1), torch.ones(1, 2)
+    conversion = converted(module, level, inside=True, cast_model_outputs="bfloat16")
+    assert (halves(module), conversion.kept) == (set(), [])
+    assert module.g(x).dtype is module.ds[0](x).dtype is torch.bfloat16
+    assert module.loss(x, x).dtype is FULL
+    assert module.g[0](x).dtype is FULL
+    conversion.undo()
+    assert module.g(x).dtype is FULL
+
+
+@pytest.mark.parametrize(
+    ("level", "asked", "given"), [("O1", None, HALF), ("O1", "float32", FULL), ("O0", "float16", HALF)]
+)
+def test_a_trainer_casts_outputs_at_levels_with_float32_weights(level: str, asked: str | None, given: Any) -> None:
+    seen: list[torch.dtype] = []
+
+    def step(module: Any, *_: Any) -> None:
+        out = module.net(torch.ones(1, 1))
+        seen.append(out.dtype)
+        module.manual_backward(out.float().sum())
+
+    module = run(step, sgd("net"), amp(level, cast_model_outputs=asked), net=nn.Linear(1, 1))
+    assert seen == [given]
+    assert not module.net._forward_hooks
 
 
 def test_c66_loss_targets_are_never_cast() -> None:

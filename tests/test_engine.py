@@ -28,7 +28,7 @@ def plain_sgd(params: Any) -> SGD:
 def test_a_loss_of_any_dtype_is_scaled_beyond_the_range_of_half(dtype: torch.dtype) -> None:
     p = param(60000.0)
     engine = engine_of("O1", [plain_sgd([p])])
-    with engine.scaled_loss(p.to(dtype).sum()) as scaled:
+    with engine.scaled_loss(p.to(dtype)) as scaled:
         assert scaled.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
         assert scaled.item() == p.to(dtype).item() * SCALE
         scaled.backward()
