@@ -42,7 +42,7 @@ def setups(draw: Any) -> Setup:
         growth_interval=draw(st.sampled_from([1, 2, 3, 2000])),
         growth_factor=draw(st.sampled_from([2.0, 4.0])),
         hysteresis=draw(st.sampled_from([1, 1, 2])),
-        min_scale=draw(st.sampled_from([2.0**-14, 4.0])),
+        min_scale=draw(st.sampled_from([2.0**-14, 8.0])),
         max_scale=draw(st.sampled_from([2.0**17, 2.0**24])),
         kinds=tuple(kinds),
         owners=tuple(tuple(draw(st.lists(names, min_size=1, max_size=6, unique=True))) for _ in kinds),
