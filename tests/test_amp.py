@@ -670,6 +670,12 @@ def test_one_saved_scale_is_for_all_losses() -> None:
         assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [scale, scale]
 
 
+def test_c73_losses_that_are_new_start_anew() -> None:
+    start(num_losses=3)
+    amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": 8.0, "unskipped": 0} for i in range(2)})
+    assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [8.0, 8.0, 1024.0]
+
+
 # The end
 
 

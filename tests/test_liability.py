@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp import Outcome, amp
+from lightning_amp.liability import Liability
 from tests.helpers.plain import ONE, SCALE, ZEROING, block, pair, values, zero
 
 
@@ -119,6 +120,17 @@ def test_a_non_finite_loss_lowers_the_scale_too() -> None:
     optimizers[0].step()
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": SCALE / 2, "unskipped": 0}
     assert values(models) == [1.0, 1.0]
+
+
+def test_what_a_device_found_earlier_is_not_forgotten_over_what_it_found_later() -> None:
+    """Where only the device knows, clean passes are noted too."""
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    liability = Liability(lambda grads: torch.stack([g.norm() for g in grads]).norm())
+    for found in (0.0, 1.0, 0.0):
+        liability.note(torch.tensor(found), [weight])
+    assert liability.settle() == 1.0
+    assert liability.settle() is None
 
 
 def test_the_joint_skip_is_decided_on_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
