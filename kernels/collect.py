@@ -6,17 +6,20 @@ import triton.language as tl
 
 from lightning_amp.kernels.tiles import narrow, walk, widen
 
+SCALE, ADD, WRITE = 1, 2, 4
+"""What is done with a new gradient besides the check; flags, to be added up."""
+
 
 @triton.jit
 def _unscale(new, out, at, mask, inv_scale, FLAGS: tl.constexpr):
     """Returns 0 where every new value is finite, NaN where not."""
     value = widen(tl.load(new, mask=mask, other=0.0))
     result = value
-    if FLAGS[0]:
+    if FLAGS & 1:  # SCALE
         result = result * inv_scale
-    if FLAGS[1]:
+    if FLAGS & 2:  # ADD
         result += widen(tl.load(out, mask=mask, other=0.0)).to(result.dtype)
-    if FLAGS[2]:
+    if FLAGS & 4:  # WRITE
         tl.store(out, narrow(result, out.dtype.element_ty), mask=mask)
     return tl.sum((value - value).to(tl.float32))
 
@@ -33,7 +36,7 @@ def collect_kernel(chunks, sizes, news, outs, inv_scale, first_bad, offset, KIND
         inv_scale: float32.
         first_bad: int32, lowered to ``offset`` plus the index of the first tensor with a non-finite value.
         offset: Index of the first tensor.
-        KINDS: For each kind ``(type of new, type of out, (multiply, add to out, write out))``.
+        KINDS: For each kind ``(type of new, type of out, flags)``.
         BLOCK: Elements in a chunk.
     """
     program = tl.program_id(0)

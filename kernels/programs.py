@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_amp.kernels import tables
 from lightning_amp.kernels.clip import clip_kernel
-from lightning_amp.kernels.collect import collect_kernel
+from lightning_amp.kernels.collect import ADD, SCALE, WRITE, collect_kernel
 from lightning_amp.kernels.launches import Launcher
 from lightning_amp.kernels.plans import Listing, Place
 from lightning_amp.kernels.read import PROGRAMS, read_kernel
@@ -65,7 +65,8 @@ class CollectPlan:
             layout = source.facts.layout(i)
             if new is None or out is None or layout is False or layout != target.facts.layout(i):
                 return None
-            return new, out, (scaled, added is not None and added[i], write)
+            add = added is not None and added[i]
+            return new, out, SCALE * scaled + ADD * add + WRITE * write
 
         self._tables = tables.build(source.facts, source.place, like, kind)
         self.rest = self._tables.rest
@@ -74,8 +75,8 @@ class CollectPlan:
             source.place.device,
             self._tables.programs,
             sum(
-                n * (_size(new) + _size(out) * (add + write))
-                for n, (new, out, (_, add, write)) in zip(self._tables.elements, self._tables.kinds, strict=True)
+                n * (_size(new) + _size(out) * (bool(flags & ADD) + bool(flags & WRITE)))
+                for n, (new, out, flags) in zip(self._tables.elements, self._tables.kinds, strict=True)
             ),
             KINDS=self._tables.kinds,
             BLOCK=CHUNK,

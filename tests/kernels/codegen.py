@@ -187,7 +187,7 @@ def main() -> None:
         name: {str(architecture): build(call, architecture).registers for architecture in ARCHITECTURES}
         for name, call in launches().items()
     }
-    TABLE.write_text(json.dumps(table, indent=2) + "\n")
+    TABLE.write_text(json.dumps({"triton": triton.__version__, "registers": table}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
