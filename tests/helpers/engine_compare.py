@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_amp.master_weights import merged
-from tests.helpers.engine_model import LATE, EngineModel, Loss
+from tests.helpers.engine_model import EngineModel
+from tests.helpers.engine_script import LATE, Loss
 from tests.helpers.engine_world import World
 
 FLOAT32, HALF = 4e-6, 2e-3

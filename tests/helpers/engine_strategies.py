@@ -4,8 +4,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 
-from tests.helpers.engine_model import Loss, Pass, Setup, Term
 from tests.helpers.engine_optimizers import KINDS
+from tests.helpers.engine_script import Loss, Pass, Setup, Term
 from tests.helpers.engine_world import NETS, first_values
 
 NAMES = tuple(first_values())

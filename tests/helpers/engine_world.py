@@ -13,8 +13,8 @@ from lightning_amp.casting import Conversion
 from lightning_amp.engine import Engine
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import resolve
-from tests.helpers.engine_model import LATE, Loss, Pass, Setup, Term
 from tests.helpers.engine_optimizers import make_torch_optimizer
+from tests.helpers.engine_script import LATE, Loss, Pass, Setup, Term
 
 NETS = 3
 
