@@ -68,6 +68,8 @@ class Engine:
         device = torch.device(device)
         self.config = config
         self.optimizers = list(optimizers)
+        self._partners = self._group(skip_together)
+        self._refuse_optimizer_in_backward(modules)
         self.masters = MasterWeights(False) if masters is None else masters
         self.scalers = LossScalers(config, device) if scalers is None else scalers
         self.scalers.to(device)
@@ -79,13 +81,11 @@ class Engine:
         self._steppers = [Stepper(o, self.masters, f"optimizer {i}") for i, o in enumerate(self.optimizers)]
         widen = config.master_weights or config.cast_model_type is None
         self.gradients = Gradients(self.optimizers, self._others, widen=widen)
-        self._partners = self._group(skip_together)
         self._alarm = Alarm(max_consecutive_skips, self.scalers, self.name_of)
         self.gradients.reducing = distributed
         self.gradients.on_collected = self._note_overflow
         self._known: dict[int, Known] = {}
         self._liabilities = [Liability(lambda grads: self._read(grads).norm) for _ in self.optimizers]
-        self._refuse_optimizer_in_backward(modules)
 
     def _others(self) -> list[Tensor]:
         """Returns the modules' parameters; asked for when an optimizer's have changed: some may need masters."""

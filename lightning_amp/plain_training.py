@@ -54,22 +54,30 @@ class PlainTraining:
         self.shown = ShownMasters(self.masters)
         self._wrapped: dict[int, weakref.ref[DistributedDataParallel]] = {}
         self._patches = FunctionPatches()
-        if config.cast_model_type is not None:
-            self.conversion = Conversion(config, self.masters)
-            for model in models:
+        self._undo_steps: list[Callable[[], None]] = []
+        try:
+            self._start(max_consecutive_skips)
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, max_consecutive_skips: int | None) -> None:
+        if self.config.cast_model_type is not None:
+            self.conversion = Conversion(self.config, self.masters)
+            for model in self.models:
                 self.conversion.convert(model, root_is_model=True)
-        if not config.passive:
+        if not self.config.passive:
             self.engine = Engine(
-                config,
+                self.config,
                 self.optimizers,
                 self.models,
                 masters=self.masters,
-                num_losses=num_losses,
+                num_losses=self.num_losses,
                 device=self.device,
                 distributed=_processes() > 1,
                 max_consecutive_skips=max_consecutive_skips,
             )
-            self._undo_steps = [self._route(optimizer, self.engine) for optimizer in self.optimizers]
+            self._undo_steps += [self._route(optimizer, self.engine) for optimizer in self.optimizers]
         self._cast_functions()
 
     def _route(self, optimizer: Any, engine: Engine) -> Callable[[], None]:
@@ -240,8 +248,8 @@ class PlainTraining:
         if self.engine is not None:
             self.engine.unscale()
             self.engine.close()
-            for undo in self._undo_steps:
-                undo()
+        for undo in self._undo_steps:
+            undo()
         if self.conversion is not None:
             self.conversion.undo()
 

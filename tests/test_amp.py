@@ -315,6 +315,24 @@ def test_lbfgs_is_refused_where_gradients_are_scaled(level: str) -> None:
             amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_could_not_be_started_is_left_as_it_was(level: str) -> None:
+    model, other = net(), net()
+    optimizer = sgd(model)
+    keys = set(vars(optimizer))
+    if level == "O2":
+        other.append(nn.LazyLinear(1))
+    else:
+        other[0].weight.register_post_accumulate_grad_hook(print)
+    with pytest.raises(ValueError, match=r"lazy|post-accumulate"):
+        amp.initialize([model, other], optimizer, opt_level=level, verbosity=0)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert set(vars(optimizer)) == keys
+    assert not torch.is_autocast_enabled("cpu")
+    train(model, optimizer, mixed=False)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
 def test_scale_loss_says_what_is_wrong() -> None:
     model, optimizer = start(num_losses=2)
     other, their_optimizer = start()
