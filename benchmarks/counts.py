@@ -71,9 +71,9 @@ def is_cast(op: Any, args: Sequence[Any]) -> bool:
     return op.overloadpacket is aten._to_copy
 
 
-class _OpCounter(TorchDispatchMode):
+class _OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: SmallGan, counts: Counts) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._module = module
         self._counts = counts
 
@@ -106,9 +106,9 @@ class Meter(pl.Callback):
         now, step = time.thread_time(), batch_idx - self._warm_up
         if step == 0:
             self._ops = _OpCounter(pl_module, self.counts)
-            self._ops.__enter__()
+            self._ops.__enter__()  # type: ignore[no-untyped-call]
         elif step == 1:
-            self._ops.__exit__(None, None, None)
+            self._ops.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             sys.setprofile(self._count_call)
         elif step == 2:
             sys.setprofile(None)
