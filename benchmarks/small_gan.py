@@ -104,7 +104,7 @@ class SmallGan(pl.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         """Takes a step of the discriminator on real and on fake samples, then one of the generator."""
         toggled = self.setup_.style == "toggled"
-        optimizer_d, optimizer_g = self.optimizers()  # type: ignore[misc]
+        optimizer_d, optimizer_g = self.optimizers()  # type: ignore[attr-defined]
         if toggled:
             self.toggle_optimizer(optimizer_d)
         optimizer_d.zero_grad()
