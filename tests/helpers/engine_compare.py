@@ -33,7 +33,7 @@ class Comparison:
 
     # Numbers
 
-    def _close(self, what: str, found: Tensor, expected: Any, is_half: bool) -> Any:
+    def _close(self, what: str, found: Tensor, expected: Any, rounded: bool) -> Any:
         """Asserts closeness and returns the number to go on with: that of the world where it was rounded to half."""
         got = found.detach().double().numpy()
         assert got.shape == np.shape(expected), f"{what}: shape {got.shape}, expected {np.shape(expected)}"
@@ -42,8 +42,8 @@ class Comparison:
         peak = max(1.0, self._peaks.get(what, 0.0), np.abs(expected[good]).max(initial=0.0))
         self._peaks[what] = peak
         off = np.abs(got[good] - expected[good]).max(initial=0.0)
-        assert off <= (HALF if is_half else FLOAT32) * peak, f"{what}: {got}, expected {expected}"
-        return np.where(good, got, np.nan) if is_half else expected
+        assert off <= (HALF if rounded else FLOAT32) * peak, f"{what}: {got}, expected {expected}"
+        return np.where(good, got, np.nan) if rounded else expected
 
     def tensors(self, what: str, found: Sequence[Tensor | None], expected: Sequence[Any]) -> None:
         for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -104,7 +104,9 @@ class Comparison:
         if param.grad is not None:
             is_half = weight.is_half and (not self.model.lends or weight.grad_is_half)
             assert param.grad.dtype is (torch.float16 if is_half else torch.float32), f"{name}.grad: {param.grad.dtype}"
-            weight.grad = self._close(f"{name}.grad", param.grad, weight.grad, is_half)
+            # At O3 a clip by norm carries the roundings of half gradients into float32 ones.
+            rounded = is_half or self.model.setup.level == "O3"
+            weight.grad = self._close(f"{name}.grad", param.grad, weight.grad, rounded)
 
     def _state(self, world: World, index: int, optimizer: Any) -> None:
         mine = self.model.optimizers[index].state
