@@ -77,12 +77,13 @@ class LoadFp32(_StateDictHook):
     """Fills the float32 side from a state dict that is being loaded; the half side follows by the usual copy."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        masters = self._masters()
+        if masters is None:
+            return
         for key, half, master in self._pairs(module, prefix):
             value = state_dict.get(key)
             if isinstance(value, Tensor) and value.shape == half.shape:
                 with torch.no_grad():
-                    if (
-                        master.shape != half.shape
-                    ):  # outgrown at a level without masters: it stands for the weight again
-                        master.data = master.new_empty(half.shape)
+                    if master.shape != half.shape:
+                        masters.regrow(master, half)
                     master.copy_(value)

@@ -43,6 +43,8 @@ class MasterWeights:
         self._by_id: dict[int, nn.Parameter] = {}  # the same masters
         self.lent: set[int] = set()
         """The ids of the masters that an optimizer holds now."""
+        self.regrown = 0
+        """How often `regrow` was called: what was `outgrown` before need not be so now."""
         self._buffers: dict[tuple[nn.Module, str], Tensor] = {}
 
     def __len__(self) -> int:
@@ -135,6 +137,16 @@ class MasterWeights:
             for param in params:
                 if (original := self._masters.get(param)) is not None:
                     original.data = original.new_empty(0)
+
+    def regrow(self, original: Tensor, param: Tensor) -> None:
+        """Makes room for the values that an outgrown weight is loaded from: its original stands for it again.
+
+        Args:
+            original: What `outgrow` emptied.
+            param: The half weight.
+        """
+        original.data = original.new_empty(param.shape)
+        self.regrown += 1
 
     def outgrown(self, params: Iterable[Tensor]) -> bool:
         """Tells whether none of these parameters has an original left that `outgrow` would take."""

@@ -44,6 +44,7 @@ class Stepper:
         self.stepping = False
         """Whether it is this object that runs the optimizer's ``step`` now."""
         self._primed: list[int] = []
+        self._regrown = 0
         self._handles: list[Any] = []
         for inner in torch_optimizers(optimizer):
             self._attach(inner)
@@ -144,7 +145,8 @@ class Stepper:
             self._masters.outgrow(params)
             self.record.add(Outcome.STEPPED)
             if self._can_decide_on_device():
-                self._primed = list(map(id, params))  # also where an optimizer keeps no state, as plain SGD
+                # Also where an optimizer keeps no state, as plain SGD.
+                self._primed, self._regrown = list(map(id, params)), self._masters.regrown
             return result
         # The protocol between torch's GradScaler and its fused optimizers: these two attributes, there for one step.
         self.optimizer.grad_scale, self.optimizer.found_inf = None, reading.found_inf
@@ -170,10 +172,10 @@ class Stepper:
         if not self._can_decide_on_device():
             return False
         ids = list(map(id, params))
-        if ids != self._primed:
+        if ids != self._primed or self._regrown != self._masters.regrown:
             if not all(self.optimizer.state.get(p) for p in params) or not self._masters.outgrown(params):
                 return False
-            self._primed = ids
+            self._primed, self._regrown = ids, self._masters.regrown
         return True
 
     def idle(self) -> None:

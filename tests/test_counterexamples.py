@@ -190,3 +190,17 @@ def test_fused_optimizer_without_state_again_survives_an_overflow() -> None:
     root.a.weight.grad.fill_(1.0)
     engine.step(optimizer)
     assert values(optimizer.state[root.a.weight]["momentum_buffer"]) == [1.0, 1.0]
+
+
+def test_weights_loaded_at_o3_stand_for_themselves_after_a_fused_step() -> None:
+    """Whichever optimizer it is, what is saved after a step is what the half weights are."""
+    engine, root = training("O3", "a", optimizer=lambda p, lr: torch.optim.SGD(p, lr, fused=True))
+    (optimizer,) = engine.optimizers
+    for _ in range(2):
+        engine.backward(loss(root.a))
+        engine.step(optimizer)
+    root.load_state_dict({"a.weight": torch.tensor([[0.1, 0.2]])}, strict=False)
+    assert values(root.state_dict()["a.weight"]) == values(torch.tensor([[0.1, 0.2]]))
+    root.a.weight.grad.zero_()
+    engine.step(optimizer)
+    assert values(root.state_dict()["a.weight"]) == values(root.a.weight)
