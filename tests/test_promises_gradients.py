@@ -226,6 +226,11 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "nan loss": lambda m: m.manual_backward(objective(m.net(X)) * torch.nan),
     "plain backward": lambda m: (objective(m.net(X)) * torch.nan).backward(),
     "edit": lambda m: (m.manual_backward(objective(m.net(X))), m.net[0].bias.grad.fill_(torch.inf)),
+    "edit after a clip": lambda m: (
+        m.manual_backward(objective(m.net(X))),
+        m.clip_gradients(m.optimizers(), 1.0, "norm"),
+        m.net[0].bias.grad.fill_(torch.nan),
+    ),
     "delayed": lambda m: m.manual_backward(objective(m.net(X)) * torch.nan, delay_unscale=True),
 }
 
