@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_amp import Outcome, amp
+from tests.helpers.clean_process import context
 
 WORLD = 2
 WINDOW = 2
@@ -74,7 +75,6 @@ def work(rank: int, folder: Path) -> None:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process reports, by configuration."""
     folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("fork")
     processes = [context.Process(target=work, args=(rank, folder)) for rank in range(WORLD)]
     for process in processes:
         process.start()

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
+from tests.helpers.clean_process import in_clean_process
 from tests.helpers.modules import amp, fit
 
 STEPS = 8
@@ -24,18 +25,17 @@ class Pair(pl.LightningModule):
 
     Args:
         folder: Where the reports go.
-        ranks: The ranks whose batches a process trains on: its own, or all of them where it trains alone.
         settings: ``window`` (backward passes a step), ``untoggled``, ``seed`` (a seed for each rank), ``bad`` (a step
             whose loss is infinite on the last rank).
     """
 
-    def __init__(self, folder: Path, ranks: Any = None, **settings: Any) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
         super().__init__()
         self.automatic_optimization = settings.get("automatic", False)
         torch.manual_seed(0)
         self.d = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         self.g = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-        self.folder, self.ranks, self.settings = folder, ranks, settings
+        self.folder, self.settings = folder, settings
 
     def setup(self, stage: str) -> None:
         if self.settings.get("seed"):
@@ -44,13 +44,10 @@ class Pair(pl.LightningModule):
             nn.init.normal_(self.g[0].weight)
 
     def losses(self, index: int) -> tuple[Tensor, Tensor]:
-        d = g = torch.zeros(())
-        ranks = [self.global_rank] if self.ranks is None else self.ranks
-        for rank in ranks:
-            x = batch(rank, index)
-            bad = torch.inf if index == self.settings.get("bad") and rank == 1 else 1.0
-            d = d + self.d(x).square().mean() * bad / len(ranks)
-            g = g + (self.d(self.g(x)) - 1).square().mean() / len(ranks)
+        rank, x = self.global_rank, batch(self.global_rank, index)
+        bad = torch.inf if index == self.settings.get("bad") and rank == 1 else 1.0
+        d = self.d(x).square().mean() * bad
+        g = (self.d(self.g(x)) - 1).square().mean()
         return d, g
 
     def training_step(self, _: Any, index: int) -> Any:
@@ -89,23 +86,23 @@ class Pair(pl.LightningModule):
         torch.save(report, self.folder / f"{self.global_rank}.pt")
 
 
-def train(folder: Path, plugin: Any, ranks: Any = None, **settings: Any) -> list[dict[str, Any]]:
-    """Trains on two processes, or on one that sees the batches of both, and returns the reports."""
-    options: dict[str, Any] = {}
-    if ranks is None:
-        unused = settings.get("untoggled") or not settings.get("automatic")
-        strategy = DDPStrategy(
-            start_method="fork",
-            find_unused_parameters=bool(unused),
-            gradient_as_bucket_view=settings.pop("bucket_view", False),
-        )
-        options = {"devices": 2, "strategy": strategy}
-    settings.pop("bucket_view", None)
+def fit_two(folder: Path, level: str | None, settings: dict[str, Any]) -> None:
+    plugin = None if level is None else amp(level)
+    unused = settings.get("untoggled") or not settings.get("automatic")
+    strategy = DDPStrategy(
+        start_method="fork",
+        find_unused_parameters=bool(unused),
+        gradient_as_bucket_view=settings.pop("bucket_view", False),
+    )
     window = settings.pop("accumulate", 1)
-    module = Pair(folder, ranks, **settings)
-    fit(module, plugin, [torch.zeros(1)] * STEPS, accumulate_grad_batches=window, **options)
-    reports = [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(1 if ranks else 2)]
-    return reports
+    batches = [torch.zeros(1)] * STEPS
+    fit(Pair(folder, **settings), plugin, batches, accumulate_grad_batches=window, devices=2, strategy=strategy)
+
+
+def train(folder: Path, level: str | None, **settings: Any) -> list[dict[str, Any]]:
+    """Trains on two processes, without the plugin if there is no level, and returns their reports."""
+    in_clean_process(fit_two, folder, level, settings)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -131,7 +128,7 @@ def assert_near(a: dict[str, Any], b: dict[str, Any], tolerance: float = 4e-3) -
     ids=lambda s: "-".join(s) or "plain",
 )
 def test_c86_c87_two_processes_train_as_one_in_fp32(tmp_path, level, settings):
-    first, second = train(tmp_path, amp(level), **settings)
+    first, second = train(tmp_path, level, **settings)
     assert_same(first, second)
     # BatchNorm sees other batches in two processes than in one, so that FP32 trains on two as well.
     (tmp_path / "fp32").mkdir()
@@ -142,12 +139,12 @@ def test_c86_c87_two_processes_train_as_one_in_fp32(tmp_path, level, settings):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("window", [1, 2])
 def test_c86_an_overflow_on_one_rank_is_everybodys(tmp_path, level, window):
-    first, second = train(tmp_path, amp(level), bad=3, window=window)
+    first, second = train(tmp_path, level, bad=3, window=window)
     assert_same(first, second)
     assert [outcome["skipped"] for outcome in first["outcomes"]] == [1, 0]
     assert sorted(first["scales"].values()) == [512.0, 1024.0]
 
 
 def test_c86_masters_of_differently_seeded_ranks_are_brought_in_line(tmp_path):
-    first, second = train(tmp_path, amp("O2"), seed=True)
+    first, second = train(tmp_path, "O2", seed=True)
     assert_same(first, second)

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from tests.helpers.clean_process import in_clean_process
 from tests.helpers.resuming import BATCHES, OVERFLOW, Duel, Spec, Watch, differences, path_of, train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,13 +186,17 @@ def without_running_means(end: dict[str, Any]) -> dict[str, Any]:
     return {**end, "weights": weights, "as they are": None}
 
 
+def train_two(level: str, resume: Path | None, folder: Path) -> None:
+    strategy = DDPStrategy(start_method="fork", find_unused_parameters=True)
+    train(Spec(level), resume, folder, [13], devices=2, strategy=strategy)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_two_processes_go_on_bit_for_bit(level: str, tmp_path: Path) -> None:
     """A checkpoint holds the first rank's running means alone; in manual optimization each rank has its own."""
     ends = []
     for resume in (None, path_of(tmp_path, 13)):
-        strategy = DDPStrategy(start_method="fork", find_unused_parameters=True)
-        train(Spec(level), resume, tmp_path, [13], devices=2, strategy=strategy)
+        in_clean_process(train_two, level, resume, tmp_path)
         ends.append([torch.load(tmp_path / f"end of rank {rank}.pt", weights_only=True) for rank in (0, 1)])
     (first, second), (first_again, second_again) = ends
     assert differences(first, first_again) == []
