@@ -311,5 +311,6 @@ def deinitialize(*things: Any) -> None:
     for training in alive:
         if not things or any(training.owns(thing) for thing in things):
             training.end()
+    ambient.prune()
     if not things:
         trainings.left_alone.clear()

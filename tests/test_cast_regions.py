@@ -1,6 +1,7 @@
 """Where O1's casts hold in plain PyTorch, and for how long a cast of a weight is kept."""
 
 import copy
+import gc
 import pickle
 import threading
 from collections.abc import Iterator
@@ -153,6 +154,15 @@ def test_the_latest_training_decides_outside_of_models_and_the_one_before_goes_o
     assert (ONE @ ONE).dtype is torch.bfloat16
     amp.deinitialize(brain)
     assert (ONE @ ONE).dtype is torch.float32
+
+
+@pytest.mark.parametrize("seen_by", ["the collector", "nobody"])
+def test_a_training_that_was_dropped_ends_with_deinitialize(seen_by: str) -> None:
+    pair()
+    if seen_by == "the collector":
+        gc.collect()
+    amp.deinitialize()
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_a_training_that_was_dropped_ends_with_the_next_initialize() -> None:
