@@ -132,13 +132,24 @@ def read(grads: Sequence[Tensor]) -> Reading:
     """
     grads = list(grads)
     norm = torch.linalg.vector_norm(_norms(grads))
-    found = torch.zeros((), dtype=torch.float32, device=norm.device)
-    if not norm.is_cpu:
-        # ``.data``: the op below writes (each value times one), and a read must not move the version counters.
-        torch._amp_foreach_non_finite_check_and_unscale_([g.data for g in grads], found, torch.ones_like(found))
-    elif not math.isfinite(norm.tolist()) and not all(torch.isfinite(g).all() for g in grads):
-        found.fill_(1.0)
+    finite = norm.is_cpu and math.isfinite(norm.tolist())  # then all of them are, and no second look is needed
+    found = torch.zeros((), dtype=torch.float32, device=norm.device) if finite else found_inf(grads)
     return Reading(norm.to(torch.float32), found)
+
+
+def found_inf(grads: Sequence[Tensor]) -> Tensor:
+    """Tells whether any value is non-finite, for less than `read` where nobody asks for the norm.
+
+    Args:
+        grads: At least one dense floating tensor; dtypes may differ.
+
+    Returns:
+        As `Reading.found_inf`.
+    """
+    found = torch.zeros((), dtype=torch.float32, device=grads[0].device)
+    with torch.autograd._unsafe_preserve_version_counter(tuple(grads)):  # the op writes: each value, times one
+        torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found, _one(found.device))
+    return found
 
 
 def clip_norm(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -19,7 +19,8 @@ from lightning_amp.kernels.programs import ClipPlan, CollectPlan, ReadPlan, Upda
 from lightning_amp.kernels.reference import HALF_DTYPES, Reading
 from lightning_amp.kernels.scale_rule import ScaleRule
 
-__all__ = ["Reading", "adopt", "clip_norm", "clip_value", "collect", "read", "read_and_clip", "refresh", "update"]
+__all__ = ["Reading", "adopt", "clip_norm", "clip_value", "collect"]
+__all__ += ["found_inf", "read", "read_and_clip", "refresh", "update"]
 
 
 def collect(
@@ -82,6 +83,11 @@ def _read(grads: Sequence[Tensor], listing: Listing) -> Reading:
         other = reference.read([grads[i] for i in plan.rest])
         return Reading(torch.hypot(norm, other.norm), torch.maximum(found_inf, other.found_inf))
     return Reading(norm, found_inf)
+
+
+def found_inf(grads: Sequence[Tensor]) -> Tensor:
+    """See `lightning_amp.kernels.reference.found_inf`; the norm costs nothing beside."""
+    return read(grads).found_inf
 
 
 def clip_norm(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -85,7 +85,7 @@ class Engine:
         self.gradients.reducing = distributed
         self.gradients.on_collected = self._note_overflow
         self._known: dict[int, Known] = {}
-        self._liabilities = [Liability(lambda grads: self._read(grads).norm) for _ in self.optimizers]
+        self._liabilities = [Liability(self._norm) for _ in self.optimizers]
 
     def _others(self) -> list[Tensor]:
         """Returns the modules' parameters; asked for when an optimizer's have changed: some may need masters."""
@@ -304,12 +304,17 @@ class Engine:
             p.grad = p.grad.coalesce()  # type: ignore[union-attr]  # else its values are nowhere to be clipped
         return params, [p.grad for p in params if p.grad is not None]
 
-    def _read(self, grads: list[Tensor]) -> Reading:
+    def _norm(self, grads: list[Tensor]) -> Tensor:
+        values = dense_values(grads)
+        reading: Reading = kernels.backend(values[0].device).read(values)
+        return reading.norm
+
+    def _found_inf(self, grads: list[Tensor]) -> Tensor:
         values = dense_values(grads)
         device = values[0].device
         backend = self._backend if device == self._device else kernels.backend(device)
-        reading: Reading = backend.read(values)
-        return reading
+        found: Tensor = backend.found_inf(values)
+        return found
 
     def norm(self, optimizer: Any) -> Tensor:
         """Returns the total 2-norm of an optimizer's true gradients: 0-dim float32, no host synchronisation.
@@ -319,7 +324,7 @@ class Engine:
         """
         _, grads = self._ready(self.index(optimizer))
         with torch.no_grad(), no_autocast(self._device.type):
-            return self._read(grads).norm if grads else torch.zeros((), device=self._device)
+            return self._norm(grads) if grads else torch.zeros((), device=self._device)
 
     def clip(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
         """Clips an optimizer's true gradients in place; non-finite ones are left for `step` to see.
@@ -373,27 +378,24 @@ class Engine:
         try:
             with no_autocast(self._device.type):
                 with torch.set_grad_enabled(False):
-                    reading = self._read_with_partners(index, grads)
-                result = stepper.step(reading, params, **kwargs)
+                    found_inf = self._step_found_inf(index, grads)
+                result = stepper.step(found_inf, params, **kwargs)
         finally:
             torch.clear_autocast_cache()  # a cast made before the step is stale after it
         self._alarm.hear(stepper.name, stepper.record, params)
         return result
 
-    def _read_with_partners(self, index: int, grads: list[Tensor]) -> Reading:
+    def _step_found_inf(self, index: int, grads: list[Tensor]) -> Tensor:
+        """Tells whether anything speaks against a step: its gradients, its partners', or a pass it answers for."""
         known = self._known.pop(index, None)
         reading = known and known.of(grads)
-        reading = reading or self._read(grads)
+        found = self._found_inf(grads) if reading is None else reading.found_inf
         for other in self._partners[index]:
             _, theirs = self._ready(other)
             if theirs:
-                found = self._read(theirs).found_inf.to(reading.found_inf.device)
-                reading = reading._replace(found_inf=torch.maximum(reading.found_inf, found))
+                found = torch.maximum(found, self._found_inf(theirs).to(found.device))
         answers_for = self._liabilities[index].settle()
-        if answers_for is not None:
-            found = answers_for.to(reading.found_inf.device)
-            reading = reading._replace(found_inf=torch.maximum(reading.found_inf, found))
-        return reading
+        return found if answers_for is None else torch.maximum(found, answers_for.to(found.device))
 
     # Gradients of one's own
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp.kernels.reference import HALF_DTYPES, Reading
+from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.master_weights import Loan, MasterWeights
 from lightning_amp.outcomes import Outcome, OutcomeRecord
 
@@ -123,14 +123,14 @@ class Stepper:
             loan, self._loan = self._loan, None
             loan.give_back()
 
-    def step(self, reading: Reading, params: list[Tensor], **kwargs: Any) -> Any:
+    def step(self, found_inf: Tensor, params: list[Tensor], **kwargs: Any) -> Any:
         """Steps unless a gradient is non-finite.
 
         torch's fused optimizers decide that on the device. Any other, and a fused one where a parameter has no state
         yet (a first step skipped on the device would leave momentum uninitialised), costs one host synchronisation.
 
         Args:
-            reading: Of the gradients this step will use.
+            found_inf: 1.0 if a gradient this step would use is non-finite, else 0.0; 0-dim float32.
             params: The parameters that have a gradient.
             **kwargs: For the optimizer's ``step``.
 
@@ -138,7 +138,7 @@ class Stepper:
             What the optimizer's ``step`` returned, None if it was not called.
         """
         if not self._decides_on_device(params):
-            if reading.found_inf.item():
+            if found_inf.item():
                 self.record.add(Outcome.SKIPPED)
                 return None
             result = self._call(kwargs)
@@ -149,12 +149,12 @@ class Stepper:
                 self._primed, self._regrown = list(map(id, params)), self._masters.regrown
             return result
         # The protocol between torch's GradScaler and its fused optimizers: these two attributes, there for one step.
-        self.optimizer.grad_scale, self.optimizer.found_inf = None, reading.found_inf
+        self.optimizer.grad_scale, self.optimizer.found_inf = None, found_inf
         try:
             result = self._call(kwargs)
         finally:
             del self.optimizer.grad_scale, self.optimizer.found_inf
-        self.record.defer(reading.found_inf)
+        self.record.defer(found_inf)
         return result
 
     def _call(self, kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -25,13 +26,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of all lists of gradients that are read."""
     backend = kernels.backend(torch.device("cpu"))
     seen: list[int] = []
-    read = backend.read
 
-    def watched(grads: list[Tensor]) -> object:
+    def watched(original: Callable[[list[Tensor]], object], grads: list[Tensor]) -> object:
         seen.append(len(grads))
-        return read(grads)
+        return original(grads)
 
-    monkeypatch.setattr(backend, "read", watched)
+    for name in ("read", "found_inf"):
+        monkeypatch.setattr(backend, name, partial(watched, getattr(backend, name)))
     return seen
 
 

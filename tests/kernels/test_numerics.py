@@ -205,10 +205,11 @@ def test_read(dtype: torch.dtype, offset: int) -> None:
     grads = draw(SIZES, dtype, offset)
     before, versions = [g.clone() for g in grads], [g._version for g in grads]
     norm, found = ops.read(grads)
-    assert norm.dtype is found.dtype is torch.float32
-    assert norm.shape == found.shape == ()
+    alone = ops.found_inf(grads)
+    assert norm.dtype is found.dtype is alone.dtype is torch.float32
+    assert norm.shape == found.shape == alone.shape == ()
     assert norm.item() == pytest.approx(total(grads), rel=1e-5)
-    assert found.item() == 0.0
+    assert found.item() == alone.item() == 0.0
     assert all(map(torch.equal, grads, before))
     assert [g._version for g in grads] == versions
 
@@ -216,6 +217,7 @@ def test_read(dtype: torch.dtype, offset: int) -> None:
 def test_read_of_mixed_types_and_layouts() -> None:
     grads = [t for dtype in DTYPES for t in draw(SMALL, dtype)] + list(layouts())
     assert ops.read(grads).norm.item() == pytest.approx(total(grads), rel=1e-5)
+    assert ops.found_inf(grads).item() == 0.0
 
 
 def test_read_of_nothing_but_empty_tensors() -> None:
@@ -229,7 +231,7 @@ def test_read_finds_bad_values(dtype: torch.dtype, value: float) -> None:
         grads = draw((0, 1, 40, 2050), dtype)
         grads[tensor][place] = value
         norm, found = ops.read(grads)
-        assert found.item() == 1.0
+        assert found.item() == ops.found_inf(grads).item() == 1.0
         assert not math.isfinite(norm.item())
 
 
@@ -237,6 +239,7 @@ def test_a_norm_that_overflows_is_no_bad_value() -> None:
     norm, found = ops.read([torch.full((2050,), 1e30)])
     assert norm.item() == math.inf
     assert found.item() == 0.0
+    assert ops.found_inf([torch.full((2050,), 1e30)]).item() == 0.0
 
 
 def test_readings_do_not_share_memory() -> None:
