@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from lightning_amp import checkpoint, kernels, scaler_choice
 from lightning_amp.alarm import Alarm
 from lightning_amp.autocast import no_autocast
+from lightning_amp.awaited_backward import AwaitedBackward
 from lightning_amp.gradients import Gradients, dense_values
 from lightning_amp.kernels.reference import Reading
 from lightning_amp.liability import Liability
@@ -175,6 +177,7 @@ class Engine:
         create_graph: bool | None = False,
         inputs: Iterable[Tensor] = (),
         liable: Iterable[Any] = (),
+        at_once: bool = False,
     ) -> Iterator[Tensor]:
         """Gives the scaled loss to run backward on; after the block the gradients are true.
 
@@ -191,6 +194,8 @@ class Engine:
             inputs: Tensors that get gradients although they are no parameters.
             liable: Optimizers that skip their next step together if this pass overflows, as long as the gradients they
                 have after it are still there.
+            at_once: Whether the pass begins with the block; else when autograd reaches the scaled loss, so that what
+                happens to gradients before is none of its business.
 
         Yields:
             ``loss * scale`` in float32.
@@ -211,13 +216,18 @@ class Engine:
         if create_graph is not False:
             now = now.kept()  # a graph keeps it, and the scaler moves on
         with no_autocast(self._device.type):
-            window = self.gradients.begin(params, now, delay=delay, hold=hold)
+            now = self.gradients.expect(now)
+            awaited = AwaitedBackward(partial(self.gradients.begin, params, now, delay=delay, hold=hold))
+            scaled = wide(loss) if now.scale is None else wide(loss) * now.scale
             try:
-                yield wide(loss) if window.scale.scale is None else wide(loss) * window.scale.scale
+                with awaited.at_once() if at_once else awaited.watch(scaled, carries_scale=now.scale is not None):
+                    yield scaled
             except BaseException:
-                self.gradients.put_back(window)
+                if awaited.window is not None:
+                    self.gradients.put_back(awaited.window)
                 raise
-            self.gradients.finish(window, loss, create_graph, answering)
+            if awaited.window is not None:
+                self.gradients.finish(awaited.window, loss, create_graph, answering)
         for liability in self._liabilities:
             if liability.found is not None:
                 liability.hold()
@@ -258,6 +268,7 @@ class Engine:
             hold=hold,
             create_graph=bool(kwargs.get("create_graph")),
             inputs=[inputs] if isinstance(inputs, Tensor) else inputs or (),
+            at_once=True,
         ) as scaled:
             run(scaled, **kwargs)
 

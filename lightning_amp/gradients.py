@@ -122,21 +122,32 @@ class Gradients:
             self._all = list({id(p): p for params in [*lists, self._others()] for p in params}.values())
         return self._all
 
-    def begin(self, params: list[Tensor], scale: Scale, *, delay: bool, hold: bool) -> Window:
-        """Makes room for a backward pass: collects what is pending under other scales, sets true gradients aside.
+    def expect(self, scale: Scale) -> Scale:
+        """Collects what is pending under other scales than that of the coming backward pass.
 
         Args:
-            params: Those that are to have true gradients afterwards.
             scale: The scale the pass would run under.
-            delay: Whether its gradients keep the scale until `collect_pending`.
-            hold: Whether they are not reduced yet (DDP's ``no_sync``): always delayed, and not touched until then.
 
         Returns:
-            The pass under way; its ``scale`` is the one to use.
+            The one to use: that of gradients which a distributed wrapper has yet to reduce, if there are any.
         """
         if self._pending:
             scale = next((pending.scale for pending in self._pending if pending.held), scale)
             self.collect_pending(keep=scale)
+        return scale
+
+    def begin(self, params: list[Tensor], scale: Scale, *, delay: bool, hold: bool) -> Window:
+        """Makes room for a backward pass: sets true gradients aside.
+
+        Args:
+            params: Those that are to have true gradients afterwards.
+            scale: From `expect`.
+            delay: Whether its gradients keep the scale until `collect_pending`.
+            hold: Whether they are not reduced yet (DDP's ``no_sync``): always delayed, and not touched until then.
+
+        Returns:
+            The pass under way.
+        """
         live = params if self.reducing and not hold else [p for p in params if p.requires_grad]
         olds = [p.grad for p in live]
         versions: list[int] = []

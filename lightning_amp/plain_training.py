@@ -50,6 +50,7 @@ class PlainTraining:
         self.conversion: Conversion | None = None
         self.engine: Engine | None = None
         self.ended = False
+        self._in_block = False
         self._handles: list[Any] = []
         self.shown = ShownMasters(self.masters)
         self._wrapped: dict[int, weakref.ref[DistributedDataParallel]] = {}
@@ -124,20 +125,35 @@ class PlainTraining:
             optimizers: Of this training.
             loss_id: Which scale it has.
             delay_unscale: Whether the gradients keep it for now.
+
+        Raises:
+            RuntimeError: It is called inside such a block, as are `step` and `master_params`.
         """
         if self.engine is None:
             yield loss
             return
+        self._refuse_in_block("amp.scale_loss")
         self.shown.take_back()
-        with self.engine.scaled_loss(
-            loss,
-            loss_id=loss_id,
-            delay_unscale=delay_unscale,
-            hold=self._unreduced(),
-            create_graph=None,
-            liable=optimizers,
-        ) as scaled:
-            yield scaled
+        self._in_block = True
+        try:
+            with self.engine.scaled_loss(
+                loss,
+                loss_id=loss_id,
+                delay_unscale=delay_unscale,
+                hold=self._unreduced(),
+                create_graph=None,
+                liable=optimizers,
+            ) as scaled:
+                yield scaled
+        finally:
+            self._in_block = False
+
+    def _refuse_in_block(self, what: str) -> None:
+        if self._in_block:
+            raise RuntimeError(
+                f"{what} was called inside a scale_loss block, where gradients carry the scale of its loss. Leave the "
+                "block first: after it all gradients are true."
+            )
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """As `Engine.step`; a closure runs before, since it is what computes the gradients.
@@ -148,6 +164,7 @@ class PlainTraining:
             **kwargs: For the optimizer's ``step``.
         """
         assert self.engine is not None
+        self._refuse_in_block("optimizer.step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -205,6 +222,7 @@ class PlainTraining:
         Args:
             optimizer: Of this training.
         """
+        self._refuse_in_block("amp.master_params")
         if self.engine is not None:
             self.engine.unscale(optimizer)
         return self.shown.show([p for group in optimizer.param_groups for p in group["params"]])
