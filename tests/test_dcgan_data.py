@@ -1,7 +1,14 @@
 """The DCGAN example's images: what comes out, and what is said when they cannot be had."""
 
+import hashlib
+import io
+import pickle
+import struct
+import sys
 from pathlib import Path
 
+import lmdb
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -92,6 +99,83 @@ def test_a_failed_download_is_explained(dataset: str, tmp_path: Path) -> None:
     data = ImageData(dataset, str(tmp_path))  # type: ignore[arg-type]
     with pytest.raises(InputError, match=rf"'{dataset}' is not in .* could not be downloaded: .*name a folder"):
         data.prepare_data()
+
+
+def test_cifar10_is_read_as_torchvision_lays_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five files of pickled rows, told to be whole by their checksums, which these tiny ones have of their own."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    red = np.zeros((1, 3, 32, 32), np.uint8)
+    red[:, 0] = 255
+    files = []
+    for i in range(1, 6):
+        data = pickle.dumps({"data": np.repeat(red.reshape(1, -1), 4, 0), "labels": [i] * 4})
+        files.append((f"data_batch_{i}", data))
+    files += [("test_batch", files[0][1]), ("batches.meta", pickle.dumps({"label_names": [str(i) for i in range(10)]}))]
+    for name, content in files:
+        (folder / name).write_bytes(content)
+    sums = {name: hashlib.md5(content).hexdigest() for name, content in files}
+    monkeypatch.setattr(datasets.CIFAR10, "train_list", [[n, s] for n, s in sums.items() if n.startswith("data")])
+    monkeypatch.setattr(datasets.CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
+    monkeypatch.setattr(datasets.CIFAR10, "meta", {**datasets.CIFAR10.meta, "md5": sums["batches.meta"]})
+    data = ImageData("cifar10", str(tmp_path), image_size=16, batch_size=20, workers=0)
+    data.prepare_data()
+    images = images_of(data)
+    assert images.shape == (20, 3, 16, 16)
+    assert torch.equal(images, torch.tensor([1.0, -1.0, -1.0]).view(1, 3, 1, 1).expand_as(images))
+
+
+def test_mnist_is_read_as_torchvision_lays_it_out(tmp_path: Path) -> None:
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    pixels = np.full((6, 28, 28), 51, np.uint8)
+    for kind in ("train", "t10k"):
+        (folder / f"{kind}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 2051, 6, 28, 28) + pixels.tobytes())
+        (folder / f"{kind}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, 6) + bytes(range(6)))
+    data = ImageData("mnist", str(tmp_path), image_size=32, workers=0)
+    data.prepare_data()
+    images = images_of(data)
+    assert images.shape == (6, 1, 32, 32)
+    torch.testing.assert_close(images, torch.full_like(images, 51 / 127.5 - 1))
+
+
+@pytest.fixture
+def lsun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two LSUN classes of three pictures each, bluer by class."""
+    monkeypatch.chdir(tmp_path)  # torchvision leaves its list of keys where it is started
+    (tmp_path / "lsun").mkdir()
+    for name, blue in (("bedroom", 0), ("tower", 255)):
+        picture, content = Image.new("RGB", (30, 20), (255, 0, blue)), io.BytesIO()
+        picture.save(content, "PNG")
+        with lmdb.open(str(tmp_path / "lsun" / f"{name}_train_lmdb")) as store, store.begin(write=True) as writing:
+            for i in range(3):
+                writing.put(f"{name}{i}".encode(), content.getvalue())
+    return tmp_path / "lsun"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_lsun_is_read_from_its_lmdb_folders(lsun: Path, workers: int) -> None:
+    data = ImageData("lsun", str(lsun), image_size=16, classes="bedroom, tower", workers=workers)
+    data.setup("fit")
+    ((images, labels),) = data.train_dataloader()
+    assert images.shape == (6, 3, 16, 16)
+    assert sorted(labels.tolist()) == [0, 0, 0, 1, 1, 1]
+    for image, label in zip(images, labels, strict=True):
+        expected = torch.tensor([1.0, -1.0, 1.0 if label else -1.0])
+        torch.testing.assert_close(image, expected.view(3, 1, 1).expand_as(image))
+
+
+def test_lsun_folder_that_holds_no_lmdb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bedroom_train_lmdb").mkdir()
+    with pytest.raises(InputError, match=r"cannot be read as LSUN: .*bedroom_train_lmdb.*Unpack it again"):
+        ImageData("lsun", str(tmp_path)).setup("fit")
+
+
+def test_lsun_without_lmdb_says_what_to_install(lsun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lmdb", None)
+    with pytest.raises(InputError, match=r"package 'lmdb', which is not installed. Try pip install lmdb"):
+        ImageData("lsun", str(lsun)).setup("fit")
 
 
 def test_lsun_refuses_a_class_it_does_not_have(tmp_path: Path) -> None:

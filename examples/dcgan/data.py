@@ -169,10 +169,17 @@ def _lsun(root: Path, classes: str, transform: Callable[[Any], Tensor]) -> Image
                 f"and name the folder that holds its *_train_lmdb folders with --dataroot. {NEEDS_NO_FILES}"
             )
     try:
-        images: Images = datasets.LSUN(str(root), classes=[f"{name}_train" for name in names], transform=transform)
+        import lmdb
     except ModuleNotFoundError:
         raise InputError(
             "LSUN is read with the package 'lmdb', which is not installed. Try pip install lmdb."
+        ) from None
+    try:
+        images: Images = datasets.LSUN(str(root), classes=[f"{name}_train" for name in names], transform=transform)
+    except lmdb.Error as error:
+        raise InputError(
+            f"What is in {str(root)!r} cannot be read as LSUN: {reason(error)} Unpack it again: each *_train_lmdb "
+            "folder holds a data.mdb."
         ) from None
     return images
 
