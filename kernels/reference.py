@@ -147,8 +147,9 @@ def found_inf(grads: Sequence[Tensor]) -> Tensor:
         As `Reading.found_inf`.
     """
     found = torch.zeros((), dtype=torch.float32, device=grads[0].device)
-    with torch.autograd._unsafe_preserve_version_counter(tuple(grads)):  # the op writes: each value, times one
-        torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found, _one(found.device))
+    grads, versions = tuple(grads), [g._version for g in grads]
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, _one(found.device))
+    torch._C._autograd._unsafe_set_version_counter(grads, versions)  # it has written each value, times one
     return found
 
 
@@ -219,14 +220,22 @@ def adopt(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """
     if not halves:
         return
-    if halves[0].is_cpu:
-        rounded = torch._foreach_mul(list(halves), 0)
-        torch._foreach_copy_(rounded, list(masters))
-        torch._foreach_sub_(rounded, list(halves))
-        if not _norms(list(rounded), 1.0).sum().tolist():  # NaN, which differs from itself, is true
-            return
+    if halves[0].is_cpu and not _edited(list(halves), list(masters)):
+        return
     for half, master in zip(halves, masters, strict=True):
         master.copy_(torch.where(half == master.to(half.dtype), master, half.to(master.dtype)))
+
+
+def _edited(halves: list[Tensor], masters: list[Tensor]) -> bool:
+    """Tells whether any half weight is not what its master is rounded to; a NaN, unequal to itself, counts as such."""
+    off = torch._foreach_neg(halves)  # the cheapest call that makes a list like another
+    torch._foreach_copy_(off, masters)
+    torch._foreach_sub_(off, halves)
+    torch._foreach_abs_(off)
+    off = [x for x in off if 0 not in x.shape]
+    if len({x.dtype for x in off}) > 1:
+        off = [x.float() for x in off]
+    return bool(off) and bool(torch.stack(torch._foreach_max(off)).max().tolist())
 
 
 def update(state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRule) -> None:
@@ -249,3 +258,36 @@ def update(state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRul
     moved = next_state(ScaleState(*state.unbind()), first_bad, loss_finite, rule, where=torch.where)
     state.copy_(torch.stack(moved))
     first_bad.fill_(FIRST_BAD_NONE)
+
+
+def collect_and_update(
+    new: Sequence[Tensor],
+    into: Sequence[Tensor | None],
+    inv_scale: Tensor | None,
+    first_bad: Tensor,
+    state: Tensor,
+    loss: Tensor | None,
+    rule: ScaleRule,
+    *,
+    widen: bool = True,
+    in_place: bool = True,
+) -> list[Tensor]:
+    """Collects all gradients of a backward pass, then moves its scaler on: `collect`, then `update`.
+
+    Args:
+        new: See `collect`; may be empty.
+        into: See `collect`.
+        inv_scale: See `collect`; it may be part of ``state``.
+        first_bad: See `collect`; `FIRST_BAD_NONE` afterwards.
+        state: See `update`.
+        loss: See `update`.
+        rule: See `update`.
+        widen: See `collect`.
+        in_place: See `collect`.
+
+    Returns:
+        See `collect`.
+    """
+    out = collect(new, into, inv_scale, first_bad, widen=widen, in_place=in_place) if new else []
+    update(state, first_bad, loss, rule)
+    return out

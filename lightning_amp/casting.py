@@ -24,8 +24,8 @@ from lightning_amp.opt_levels import AmpConfig, KeepFp32
 
 
 def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
-    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype is dtype:
-        return None
+    if args and type(args[0]) is Tensor and args[0].dtype is dtype and not args[1:] and not kwargs:
+        return None  # told without a call, since this runs for every module that owns weights
     return cast(args, dtype), cast(kwargs, dtype)
 
 
@@ -58,7 +58,14 @@ def _own_tensors(module: nn.Module) -> _Own:
     )
 
 
-def _matches(entry: KeepFp32, module: nn.Module, name: str) -> bool:
+def matches(entry: KeepFp32, module: nn.Module, name: str) -> bool:
+    """Tells whether an entry of ``keep_fp32`` is meant for a module.
+
+    Args:
+        entry: A module type, its name or a name pattern, or a predicate.
+        module: The module.
+        name: Its name in the model, empty for the model itself.
+    """
     if isinstance(entry, str):
         return any(c.__name__ == entry for c in type(module).__mro__) or fnmatchcase(name, entry)
     if isinstance(entry, type):
@@ -174,7 +181,7 @@ class Conversion:
     def _is_kept(self, module: nn.Module, name: str) -> bool:
         if self._config.keep_batchnorm_fp32 and isinstance(module, _BatchNorm):
             return True
-        return any(_matches(entry, module, name) for entry in self._config.keep_fp32)
+        return any(matches(entry, module, name) for entry in self._config.keep_fp32)
 
     def _cast_outputs_of(self, model: nn.Module) -> None:
         if self._config.cast_model_outputs is not None:

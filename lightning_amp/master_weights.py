@@ -1,4 +1,4 @@
-"""FP32 originals and masters of half weights: kept from before the cast, lent to an optimizer for its step."""
+"""FP32 originals and masters of half weights: kept from before the cast, for optimizers to step (see `loan`)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp import kernels
 from lightning_amp.kernels.reference import HALF_DTYPES
 
 
@@ -165,14 +164,6 @@ class MasterWeights:
             torch.distributed.broadcast(value, 0)
             original.copy_(value)
 
-    def lend(self, optimizer: Any) -> "Loan":
-        """Puts the masters into the optimizer's ``param_groups`` and ``state`` until the loan is given back.
-
-        Args:
-            optimizer: Anything with ``param_groups`` and ``state``.
-        """
-        return Loan(self, optimizer)
-
     def restore(self) -> None:
         """Makes everything float32 again, in place: masters, with edits of half values taken over. Forgets them all."""
         with torch.no_grad():
@@ -192,69 +183,3 @@ class MasterWeights:
         self._masters.clear()
         self._by_id.clear()
         self._buffers.clear()
-
-
-class Loan:
-    """Masters in an optimizer's hands: entries change in place, the lists and dicts stay the same objects.
-
-    A master that another optimizer holds already is lent to both: it is taken over once, and its gradient is given
-    back once, by the first.
-
-    Args:
-        masters: Whose masters.
-        optimizer: Anything with ``param_groups`` and ``state``.
-    """
-
-    def __init__(self, masters: MasterWeights, optimizer: Any) -> None:
-        self._masters = masters
-        self._optimizer = optimizer
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        masters.ensure(params)
-        owned = zip(params, masters.of_all(params), strict=True) if masters.lend_to_optimizers else ()
-        self._pairs = [(p, m) for p, m in owned if m is not None]
-        first = [(p, m) for p, m in self._pairs if id(m) not in masters.lent] if masters.lent else self._pairs
-        self._each("adopt", first)
-        for param, master in first:
-            if param.grad is not None and param.grad.dtype is not master.dtype:
-                param.grad = param.grad.to(master.dtype)
-            master.grad = param.grad
-            if master.requires_grad is not param.requires_grad:
-                master.requires_grad_(param.requires_grad)
-        self._first = [(p, m, p.grad) for p, m in first]
-        masters.lent.update(map(id, [m for _, m in first]))
-        self._exchange([p for p, _ in self._pairs], [m for _, m in self._pairs])
-
-    @staticmethod
-    def _each(operation: str, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
-        """Runs a kernel over the pairs, one call a device."""
-        with torch.set_grad_enabled(False):
-            for device in {param.device for param, _ in pairs}:
-                here = [pair for pair in pairs if pair[0].device == device]
-                getattr(kernels.backend(device), operation)([p for p, _ in here], [m for _, m in here])
-
-    def _exchange(self, out: list[Any], into: list[Any]) -> None:
-        """Puts tensors in place of others; by id, since a tensor's hash is a call of Python code."""
-        to = dict(zip(map(id, out), into, strict=True))
-        for group in self._optimizer.param_groups:
-            group["params"][:] = map(to.get, map(id, group["params"]), group["params"])
-        state = self._optimizer.state
-        entries = dict(zip(map(to.get, map(id, state), state), state.values(), strict=True))
-        state.clear()
-        state.update(entries)
-
-    def refresh(self) -> None:
-        """Refreshes the half weights; copies in place, so that a stale graph raises as in float32."""
-        self._each("refresh", self._pairs)
-
-    def give_back(self) -> None:
-        """Refreshes the half weights and puts the model's own parameters back. A second call does nothing."""
-        pairs, self._pairs = self._pairs, []
-        if not pairs:
-            return
-        self._exchange([m for _, m in pairs], [p for p, _ in pairs])
-        for param, master, grad in self._first:
-            if param.grad is grad:  # else it was cleared or replaced through the model
-                param.grad = master.grad
-            master.grad = None
-        self._masters.lent.difference_update(map(id, [m for _, m, _ in self._first]))
-        self._each("refresh", pairs)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_amp.kernels.reference import HALF_DTYPES
-from lightning_amp.master_weights import Loan, MasterWeights
+from lightning_amp.loan import Loan
+from lightning_amp.master_weights import MasterWeights
 from lightning_amp.outcomes import Outcome, OutcomeRecord
 
 _NOTHING_LENT = nullcontext()
@@ -39,7 +40,7 @@ class Stepper:
         self.record = OutcomeRecord()
         self.name = name
         self._masters = masters
-        self._loan: Loan | None = None
+        self._loan = Loan(masters, optimizer)
         self._lent_outside = False
         self.stepping = False
         """Whether it is this object that runs the optimizer's ``step`` now."""
@@ -103,8 +104,6 @@ class Stepper:
                     optimizer.state[param][name] = value.detach().to(mine.device, torch.float32, copy=True)
 
     def _give_back(self) -> None:
-        if self._loan is None:
-            return
         if self._lent_outside:
             self._loan.refresh()
         else:
@@ -113,15 +112,14 @@ class Stepper:
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Has the optimizer hold the masters inside the block; the half weights are refreshed on leaving."""
-        if self._loan is not None:
+        if self._loan.held:
             yield
             return
-        self._loan = self._masters.lend(self.optimizer)
+        self._loan.take()
         try:
             yield
         finally:
-            loan, self._loan = self._loan, None
-            loan.give_back()
+            self._loan.give_back()
 
     def step(self, found_inf: Tensor, params: list[Tensor], **kwargs: Any) -> Any:
         """Steps unless a gradient is non-finite.
@@ -158,7 +156,7 @@ class Stepper:
         return result
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
-        self.stepping, self._lent_outside = True, self._loan is not None
+        self.stepping, self._lent_outside = True, self._loan.held
         try:
             with self.lent() if self._masters.lend_to_optimizers else _NOTHING_LENT:
                 return self.optimizer.step(**kwargs)

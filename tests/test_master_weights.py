@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_amp.loan import Loan
 from lightning_amp.master_weights import MasterWeights, merged
 from tests.helpers.engines import grad_of, param
 
@@ -26,6 +27,12 @@ def master_of(masters: MasterWeights, p: Tensor) -> nn.Parameter:
     master = masters.of(p)
     assert master is not None
     return master
+
+
+def lent(masters: MasterWeights, optimizer: Any) -> Loan:
+    loan = Loan(masters, optimizer)
+    loan.take()
+    return loan
 
 
 def numbers(tensor: Tensor) -> list[float]:
@@ -98,7 +105,7 @@ def test_a_loan_changes_entries_and_leaves_the_objects() -> None:
     optimizer.state[p]["momentum_buffer"] = buffer = torch.ones(1)
     groups, state = optimizer.param_groups, optimizer.state
     dicts, lists = list(groups), [group["params"] for group in groups]
-    loan = masters.lend(optimizer)
+    loan = lent(masters, optimizer)
     held = [group["params"][0] for group in groups]
     assert held[0] is masters.of(p)
     assert held[1] is masters.of(q)
@@ -117,7 +124,7 @@ def test_a_gradient_is_one_tensor_on_both_sides() -> None:
     p = param(1.0)
     masters = kept(p)
     p.grad = grad = torch.ones(1)
-    loan = masters.lend(trained(p))
+    loan = lent(masters, trained(p))
     master = master_of(masters, p)
     assert master.grad is grad
     for _ in range(2):
@@ -131,7 +138,7 @@ def test_a_gradient_cleared_during_the_loan_stays_cleared(cleared: str) -> None:
     p = param(1.0)
     masters = kept(p)
     p.grad = torch.ones(1)
-    loan = masters.lend(trained(p))
+    loan = lent(masters, trained(p))
     (p if cleared == "param" else master_of(masters, p)).grad = None
     loan.give_back()
     assert p.grad is None
@@ -141,7 +148,7 @@ def test_c60_a_gradient_assigned_in_half_is_converted() -> None:
     p = param(1.0)
     masters = kept(p)
     p.grad = torch.full((1,), 2.0, dtype=HALF)
-    masters.lend(trained(p))
+    lent(masters, trained(p))
     assert grad_of(master_of(masters, p)).dtype is torch.float32
 
 
@@ -149,7 +156,7 @@ def test_c59_small_updates_accumulate_in_the_master() -> None:
     p = param(1.0)
     masters = kept(p)
     for _ in range(1000):
-        loan = masters.lend(optimizer := trained(p, lr=1e-4, momentum=0.0))
+        loan = lent(masters, optimizer := trained(p, lr=1e-4, momentum=0.0))
         master_of(masters, p).grad = torch.ones(1)
         optimizer.step()
         loan.give_back()
@@ -164,7 +171,7 @@ def test_edits_of_half_weights_are_taken_over_and_low_bits_elsewhere_kept() -> N
         p[0] = 3.0
         p.clamp_(min=-1.0)
     assert numbers(master_of(masters, p)) == numbers(torch.tensor([FINE, FINE, -2.0003, 0.5])), "not before the loan"
-    masters.lend(trained(p)).give_back()
+    lent(masters, trained(p)).give_back()
     assert numbers(master_of(masters, p)) == numbers(torch.tensor([3.0, FINE, -1.0, 0.5]))
 
 
@@ -173,7 +180,7 @@ def test_a_nonfinite_edit_is_honoured_too(value: float) -> None:
     p = param(FINE, FINE)
     masters = kept(p)
     p.data[0] = value
-    masters.lend(trained(p)).give_back()
+    lent(masters, trained(p)).give_back()
     assert torch.equal(master_of(masters, p).isfinite(), torch.tensor([False, True]))
 
 
@@ -181,7 +188,7 @@ def test_an_edited_master_refreshes_the_half_weight_and_makes_a_stale_graph_rais
     p = param(FINE)
     masters = kept(p)
     stale = (p * p).sum()
-    loan = masters.lend(trained(p))
+    loan = lent(masters, trained(p))
     master_of(masters, p).data.fill_(7.0)
     loan.give_back()
     assert numbers(p) == [7.0]
@@ -194,7 +201,7 @@ def test_freezing_follows_the_parameter_into_the_loan() -> None:
     masters = kept(p)
     for trainable in (False, True):
         p.requires_grad_(trainable)
-        masters.lend(trained(p)).give_back()
+        lent(masters, trained(p)).give_back()
         assert master_of(masters, p).requires_grad is trainable
 
 
@@ -203,7 +210,7 @@ def test_c79_a_half_parameter_of_a_later_group_gets_a_master_on_demand() -> None
     masters = kept(p)
     optimizer = trained(p)
     optimizer.add_param_group({"params": [late]})
-    loan = masters.lend(optimizer)
+    loan = lent(masters, optimizer)
     assert optimizer.param_groups[1]["params"][0] is masters.of(late)
     assert master_of(masters, late).dtype is torch.float32
     loan.give_back()
@@ -213,7 +220,7 @@ def test_without_masters_nothing_is_lent() -> None:
     p = param(FINE)
     masters = kept(p, lend=False)
     optimizer = trained(p)
-    loan = masters.lend(optimizer)
+    loan = lent(masters, optimizer)
     assert optimizer.param_groups[0]["params"][0] is p
     masters.ensure([late := param(0.5, dtype=HALF)])
     assert masters.of(late) is None

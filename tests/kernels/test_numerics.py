@@ -360,6 +360,19 @@ def test_adopt_sees_a_swap_and_a_change_of_one_bit() -> None:
         assert torch.equal(master, half.float())
 
 
+def test_adopt_takes_both_half_types_and_empty_tensors() -> None:
+    halves = [torch.ones(3, dtype=torch.float16), torch.ones(0, dtype=torch.float16), torch.ones(3).bfloat16()]
+    masters = [h.float() + 1e-5 for h in halves]
+    before = [m.clone() for m in masters]
+    ops.adopt(halves, masters)
+    assert all(map(torch.equal, masters, before))
+    halves[2][1] = 2.0
+    ops.adopt(halves, masters)
+    assert masters[2].tolist() == [before[2][0].item(), 2.0, before[2][2].item()]
+    assert all(map(torch.equal, masters[:2], before))
+    ops.adopt(halves[1:2], masters[1:2])
+
+
 def test_empty_lists() -> None:
     assert ops.collect([], [], INV, first_bad()) == []
     ops.adopt([], [])
