@@ -32,9 +32,10 @@ from lightning_amp.functions import (
 )
 from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.loss_scaler import DEFAULT_KEY
+from lightning_amp.notices import notices
 from lightning_amp.opt_levels import resolve
 from lightning_amp.outcomes import Outcome
-from lightning_amp.plain_checks import refuse_models, refuse_optimizers, warn_of_lost_eps
+from lightning_amp.plain_checks import refuse_models, refuse_optimizers
 from lightning_amp.plain_registry import listed, trainings
 from lightning_amp.plain_training import PlainTraining
 from lightning_amp.saved_state import read
@@ -151,7 +152,8 @@ def initialize(
     refuse_models(all_models, allow_half_models)
     refuse_optimizers(all_optimizers, config)
     trainings.refuse_used([*all_models, *all_optimizers])
-    warn_of_lost_eps(all_optimizers, config)
+    for notice in notices(config, all_models, all_optimizers):
+        warnings.warn(notice, stacklevel=2)
     training = PlainTraining(
         all_models, all_optimizers, config, num_losses=num_losses, max_consecutive_skips=max_consecutive_skips
     )

@@ -86,8 +86,10 @@ class AmpConfig:
                 if self.rule.growth_factor == 2.0
                 else f"dynamic, from {self.init_scale:g}, times {self.rule.growth_factor:g}"
             ) + f" every {self.rule.growth_interval} clean passes, {self.rule.min_scale:g} to {self.rule.max_scale:g}"
+        casts = self.cast_model_type is not None or self.patch_torch_functions
+        half = f"half type {_word(self.dtype)}" if casts else "float32 throughout"
         return (
-            f"opt level {self.opt_level}, half type {_word(self.dtype)}\n  level: {level}\n"
+            f"opt level {self.opt_level}, {half}\n  level: {level}\n"
             f"  replaced: {', '.join(replaced) or 'nothing'}\n  loss scale: {scale}"
         )
 

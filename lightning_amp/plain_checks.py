@@ -1,6 +1,5 @@
-"""Which models and optimizers `amp.initialize` can take, and which it had better warn of."""
+"""Which models and optimizers `amp.initialize` can take."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,25 +79,4 @@ def refuse_optimizers(optimizers: Sequence[Any], config: AmpConfig) -> None:
                 raise ValueError(
                     f"{name} wraps {type(inner).__name__} and does not share its param_groups and state, so that it "
                     f"would not step the float32 weights. Give the {type(inner).__name__}, and wrap it afterwards."
-                )
-
-
-def warn_of_lost_eps(optimizers: Sequence[Any], config: AmpConfig) -> None:
-    """Warns of an ``eps`` that half weights without masters round to zero: Adam then divides zero by zero.
-
-    Args:
-        optimizers: Anything with ``param_groups``.
-        config: The level and its settings.
-    """
-    half = config.cast_model_type
-    if half is None or config.master_weights:
-        return
-    for optimizer in optimizers:
-        for eps in {group["eps"] for group in optimizer.param_groups if isinstance(group.get("eps"), float)}:
-            if eps > 0.0 and torch.tensor(eps, dtype=half).item() == 0.0:
-                warnings.warn(
-                    f"{type(optimizer).__name__} has eps={eps:g}, which is zero in {str(half).removeprefix('torch.')}: "
-                    f"a parameter without a gradient becomes NaN. Use opt_level='O2', which steps float32 weights, or "
-                    f"eps={torch.finfo(half).smallest_normal:g}.",
-                    stacklevel=4,
                 )

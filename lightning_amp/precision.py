@@ -26,6 +26,7 @@ from lightning_amp.function_patches import FunctionPatches
 from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.loss_scaler import LossScalers, name_of, read_accounts
 from lightning_amp.master_weights import MasterWeights, merged
+from lightning_amp.notices import notices
 from lightning_amp.opt_levels import resolve
 from lightning_amp.outcomes import LossAccount, Outcome
 from lightning_amp.saved_state import GRAD_SCALER_ENTRIES, Saved, find, read
@@ -196,7 +197,7 @@ class AmpPrecision(Precision):
             self._listed.enter_context(listed_casts(device.type))
         if self.config.passive:
             self._take_loaded()
-            self._say(device)
+            self._say(device, inner)
             return model, optimizers, lr_schedulers
         self._refuse_lbfgs(optimizers)
         self._device_type = device.type
@@ -229,7 +230,7 @@ class AmpPrecision(Precision):
             for config in lr_schedulers:
                 self._hold(config)
         self._take_loaded()
-        self._say(device)
+        self._say(device, inner)
         return model, optimizers, lr_schedulers
 
     def _take_loaded(self) -> None:
@@ -261,7 +262,7 @@ class AmpPrecision(Precision):
                 "step, where a scale cannot be taken out. Use opt_level='O0', or another optimizer."
             )
 
-    def _say(self, device: torch.device) -> None:
+    def _say(self, device: torch.device, module: nn.Module) -> None:
         if self._said:
             return
         self._said = True
@@ -269,6 +270,8 @@ class AmpPrecision(Precision):
         kept = self._conversion.kept if self._conversion is not None else []
         stays = f"\n  stays float32: {', '.join(kept)}" if kept else ""
         rank_zero_info(f"AmpPrecision: {self.config.describe()}{where}{stays}")
+        for notice in notices(self.config, [module], self._optimizers):
+            rank_zero_warn(notice)
 
     @override
     def teardown(self) -> None:

@@ -747,18 +747,3 @@ def test_optimizers_can_be_copied_and_their_copies_know_nothing_of_it() -> None:
     block(models[0](ONE), optimizers[0])
     twin.step()
     assert values(models) == [1.0, 1.0]
-
-
-# Optimizers at O3
-
-
-def test_c58_an_eps_that_half_rounds_to_zero_is_warned_of() -> None:
-    model = net()
-    with pytest.warns(UserWarning, match="opt_level='O2'"):
-        amp.initialize(model, torch.optim.Adam(model.parameters()), opt_level="O3", verbosity=0)
-    amp.deinitialize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for level, eps in (("O3", 1e-4), ("O2", 1e-8), ("O1", 1e-8)):
-            amp.initialize(model, torch.optim.Adam(model.parameters(), eps=eps), opt_level=level, verbosity=0)
-            amp.deinitialize()

@@ -124,12 +124,14 @@ INSIDE: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("what", INSIDE)
 def test_what_needs_true_gradients_is_refused_inside_a_block(what: str, level: str) -> None:
     models, optimizers = pair(level)
-    with (
-        pytest.raises(RuntimeError, match=f"^{what}.* inside a scale_loss block"),
-        amp.scale_loss(models[0](ONE).float().sum(), optimizers[0]) as scaled,
-    ):
-        scaled.backward()
-        INSIDE[what](models, optimizers)
+
+    def run() -> None:
+        with amp.scale_loss(models[0](ONE).float().sum(), optimizers[0]) as scaled:
+            scaled.backward()
+            INSIDE[what](models, optimizers)
+
+    with pytest.raises(RuntimeError, match=f"^{what}.* inside a scale_loss block"):
+        run()
     assert values(models) == [1.0, 1.0]
     assert models[0].weight.grad is None, "the block failed, so its gradients are dropped"
     block(models[0](ONE), optimizers[0])

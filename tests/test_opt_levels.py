@@ -194,6 +194,11 @@ def test_several_processes_move_a_scale_by_gradients_alone() -> None:
         ),
         ({"opt_level": "O2", "growth_factor": 4.0, "keep_fp32": "head"}, ["times 4", "keep_fp32=('head',)"]),
         ({"opt_level": "O3", "dtype": "bfloat16"}, ["half type bfloat16", "cast_model_type=bfloat16", "static 1"]),
+        ({"opt_level": "O0"}, ["opt level O0, float32 throughout\n", "replaced: nothing", "static 1"]),
+        (
+            {"opt_level": "O2", "cast_model_type": "float32", "master_weights": False, "keep_batchnorm_fp32": False},
+            ["float32 throughout"],
+        ),
     ],
 )
 def test_c37_the_description_names_the_level_and_what_was_replaced(given: dict[str, Any], shown: list[str]) -> None:
