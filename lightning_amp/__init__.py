@@ -1,5 +1,6 @@
 """Mixed precision for models with several optimizers and losses."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp import amp
@@ -18,6 +19,7 @@ from lightning_amp.outcomes import Outcome
 
 if TYPE_CHECKING:
     from lightning_amp.precision import AmpPrecision
+    from lightning_amp.trainer_arguments import trainer_kwargs
 
 __all__ = [
     "AmpConfig",
@@ -34,13 +36,15 @@ __all__ = [
     "register_half_function",
     "register_promote_function",
     "resolve",
+    "trainer_kwargs",
 ]
+
+
+_NEEDS_LIGHTNING = {"AmpPrecision": "precision", "trainer_kwargs": "trainer_arguments"}
 
 
 def __getattr__(name: str) -> Any:
     # Lightning is imported by its front end only, so that the plain-PyTorch one starts without it.
-    if name == "AmpPrecision":
-        from lightning_amp.precision import AmpPrecision
-
-        return AmpPrecision
+    if name in _NEEDS_LIGHTNING:
+        return getattr(import_module(f"{__name__}.{_NEEDS_LIGHTNING[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

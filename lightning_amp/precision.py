@@ -157,6 +157,12 @@ class AmpPrecision(Precision):
         self.rehearsing = False
         """Whether a training step is run for its forward passes alone: nothing is differentiated or stepped."""
 
+    def __repr__(self) -> str:
+        # Lightning shows this where a Trainer is given both, and says to choose one.
+        dtype = str(self.config.dtype).removeprefix("torch.")
+        name = type(self).__name__
+        return f"<{name}(opt_level={self.config.opt_level!r}, dtype={dtype!r}), used without precision=>"
+
     # Set-up and tear-down
 
     @override

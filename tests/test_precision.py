@@ -10,12 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import AsyncCheckpointIO, HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_amp import AmpConfigError, AmpPrecision
+from lightning_amp import AmpConfigError, AmpPrecision, trainer_kwargs
 from tests.helpers.modules import HALF_LEVELS, LEVELS, Batches, Scripted, amp, fit, linear, run, sgd, trainer
 
 
@@ -145,9 +146,34 @@ def test_num_losses_is_a_whole_number(count: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_precision_beside_the_plugin_is_refused(precision: str) -> None:
-    with pytest.raises(ValueError, match=rf"precision={precision}.*AmpPrecision.*Choose one"):
+def test_c89_precision_beside_the_plugin_is_refused(precision: str) -> None:
+    with pytest.raises(ValueError, match=rf"precision={precision}.*AmpPrecision.*used without precision=.*Choose one"):
         trainer(amp("O1"), precision=precision)
+
+
+def test_c89_one_knob_sets_a_trainer_up() -> None:
+    other = AsyncCheckpointIO()
+    arguments = trainer_kwargs("O2", num_losses=3, dtype="bfloat16", plugins=other)
+    it = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **arguments)
+    assert it.precision == "bf16-true"
+    assert it.precision_plugin is arguments["plugins"][0]
+    assert it.strategy.checkpoint_io is other
+    assert isinstance(it.precision_plugin, AmpPrecision)
+    assert it.precision_plugin.config.opt_level == "O2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"precision": "16-mixed"}, "precision='16-mixed' .* opt_level='O1'.* Delete precision="),
+        ({"plugins": [HalfPrecision()]}, "HalfPrecision sets the precision, and so does opt_level='O1'.*Delete one"),
+        ({"plugins": amp("O2")}, "AmpPrecision sets the precision"),
+    ],
+    ids=["precision", "plugin", "ours"],
+)
+def test_c89_a_second_knob_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        trainer_kwargs("O1", **settings)
 
 
 # What it refuses in a training
@@ -294,7 +320,7 @@ trainer:
 """
 
 
-def test_every_setting_comes_through_yaml(tmp_path: Path) -> None:
+def test_c89_every_setting_comes_through_yaml(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(YAML)
     config = configured(f"--config={path}").config
