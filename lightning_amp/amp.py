@@ -77,6 +77,7 @@ def initialize(
     *,
     dtype: str | torch.dtype | None = None,
     keep_fp32: Any = None,
+    uncast_inputs: list[str] | None = None,
     init_scale: float = 2.0**16,
     growth_interval: int = 2000,
     allow_half_models: bool = False,
@@ -104,6 +105,8 @@ def initialize(
         max_loss_scale: Nor above this.
         dtype: The half type; float16 if None, or what ``cast_model_type`` says.
         keep_fp32: Modules that stay float32 at O2 and O3: types, their names, name patterns or predicates.
+        uncast_inputs: Names of inputs that O2 and O3 do not cast: keys of a mapping, fields of a dataclass or a named
+            tuple, keywords, or patterns of them (``"*_time"``).
         init_scale: Where a dynamic scale starts.
         growth_interval: It grows after this many clean backward passes in a row.
         allow_half_models: Whether models may come with half weights.
@@ -139,6 +142,7 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
         keep_fp32=keep_fp32,
+        uncast_inputs=uncast_inputs,
         init_scale=init_scale,
         growth_interval=growth_interval,
         min_loss_scale=min_loss_scale,

@@ -38,13 +38,13 @@ class AwaitedBackward:
         if not scaled.requires_grad:  # torch tells what is wrong as soon as it is differentiated
             yield
             return
-        handle = scaled.register_hook(self._start)
+        handle = scaled.register_hook(self._start)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             handle.remove()
             if carries_scale:
-                scaled.register_hook(_refuse)
+                scaled.register_hook(_refuse)  # type: ignore[no-untyped-call]
 
     def _start(self, _: object = None) -> None:
         if self.window is None:  # a graph may be gone through twice in a block

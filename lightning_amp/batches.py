@@ -3,13 +3,15 @@
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
+Names = Sequence[str]
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), type, torch.dtype, torch.device)
 
 _registered: dict[type, Callable[[Any, torch.dtype], Any]] = {}
@@ -42,7 +44,7 @@ def register_batch_type(cls: type[T], convert: Callable[[T, torch.dtype], T]) ->
     _registered[cls] = convert
 
 
-def cast(value: Any, dtype: torch.dtype, doubles: bool = True) -> Any:
+def cast(value: Any, dtype: torch.dtype, doubles: bool = True, uncast: Names = ()) -> Any:
     """Casts every floating tensor in a tree; everything else, and the tree itself, is left as it is.
 
     Looked into are lists, tuples (named ones and `PackedSequence` too), mappings of any type, and dataclasses (frozen
@@ -53,6 +55,7 @@ def cast(value: Any, dtype: torch.dtype, doubles: bool = True) -> Any:
         value: A tensor, a container, or anything else.
         dtype: The dtype to cast to.
         doubles: Whether float64 tensors are cast too, as those of a batch are.
+        uncast: Patterns of keys and field names whose values are left as they are.
 
     Returns:
         The same tree with the same types; the very same object where there was nothing to cast.
@@ -74,15 +77,15 @@ def cast(value: Any, dtype: torch.dtype, doubles: bool = True) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (tuple, list)):
-        return _cast_sequence(value, dtype, doubles)
+        return _cast_sequence(value, dtype, doubles, uncast)
     if isinstance(value, Mapping):
-        return _cast_mapping(value, dtype, doubles)
+        return _cast_mapping(value, dtype, doubles, uncast)
     if isinstance(value, nn.Module):
         return value
     if callable(getattr(value, "to", None)):
-        return _cast_by_itself(value, dtype)
+        return _cast_by_itself(value, dtype, uncast)
     if dataclasses.is_dataclass(value):
-        return _cast_dataclass(value, dtype, doubles)
+        return _cast_dataclass(value, dtype, doubles, uncast)
     return value
 
 
@@ -99,8 +102,22 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _cast_sequence(value: Any, dtype: torch.dtype, doubles: bool) -> Any:
-    items = [cast(item, dtype, doubles) for item in value]
+def _cast_named(named: Mapping[Any, Any], dtype: torch.dtype, doubles: bool, uncast: Names) -> dict[Any, Any]:
+    return {
+        name: item if uncast and _is_named(name, uncast) else cast(item, dtype, doubles, uncast)
+        for name, item in named.items()
+    }
+
+
+def _is_named(name: Any, patterns: Names) -> bool:
+    return isinstance(name, str) and any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _cast_sequence(value: Any, dtype: torch.dtype, doubles: bool, uncast: Names) -> Any:
+    if uncast and hasattr(value, "_fields"):
+        items = list(_cast_named(dict(zip(value._fields, value, strict=True)), dtype, doubles, uncast).values())
+    else:
+        items = [cast(item, dtype, doubles, uncast) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     if hasattr(value, "_fields"):
@@ -108,8 +125,8 @@ def _cast_sequence(value: Any, dtype: torch.dtype, doubles: bool) -> Any:
     return _rebuilt(value, items)
 
 
-def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype, doubles: bool) -> Any:
-    items = {key: cast(item, dtype, doubles) for key, item in value.items()}
+def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype, doubles: bool, uncast: Names) -> Any:
+    items = _cast_named(value, dtype, doubles, uncast)
     if all(items[key] is item for key, item in value.items()):
         return value
     if not isinstance(value, (dict, UserDict)):
@@ -131,9 +148,9 @@ def _rebuilt(value: Any, items: Any) -> Any:
         ) from error
 
 
-def _cast_dataclass(value: Any, dtype: torch.dtype, doubles: bool) -> Any:
+def _cast_dataclass(value: Any, dtype: torch.dtype, doubles: bool, uncast: Names) -> Any:
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-    items = {name: cast(item, dtype, doubles) for name, item in fields.items()}
+    items = _cast_named(fields, dtype, doubles, uncast)
     changed = {name: item for name, item in items.items() if item is not fields[name]}
     if not changed:
         return value
@@ -143,7 +160,7 @@ def _cast_dataclass(value: Any, dtype: torch.dtype, doubles: bool) -> Any:
     return new
 
 
-def _cast_by_itself(value: Any, dtype: torch.dtype) -> Any:
+def _cast_by_itself(value: Any, dtype: torch.dtype, uncast: Names) -> Any:
     fields = _attributes(value)
     floats = [t for t in tensors_in(fields) if t.is_floating_point()]
     if floats and all(t.dtype is dtype for t in floats):
@@ -157,7 +174,9 @@ def _cast_by_itself(value: Any, dtype: torch.dtype) -> Any:
     new = twin if new is None else new
     if type(new) is type(value):
         for name, old in fields.items():
-            if _integers(getattr(new, name, None)) != _integers(old):
+            if _is_named(name, uncast):
+                object.__setattr__(new, name, old)
+            elif _integers(getattr(new, name, None)) != _integers(old):
                 object.__setattr__(new, name, cast(old, dtype))
     return new
 

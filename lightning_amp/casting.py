@@ -17,16 +17,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from lightning_amp.batches import cast
+from lightning_amp.batches import Names, cast
 from lightning_amp.fp32_state_dicts import LoadFp32, SaveFp32
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig, KeepFp32
 
 
-def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype) -> Any:
+def _cast_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype, uncast: Names = ()
+) -> Any:
     if args and type(args[0]) is Tensor and args[0].dtype is dtype and not args[1:] and not kwargs:
         return None  # told without a call, since this runs for every module that owns weights
-    return cast(args, dtype), cast(kwargs, dtype)
+    return cast(args, dtype, uncast=uncast), cast(kwargs, dtype, uncast=uncast)
 
 
 def cast_outputs(module: nn.Module, args: Any, output: Any, *, dtype: torch.dtype) -> Any:
@@ -149,7 +151,7 @@ class Conversion:
                 dtypes.setdefault(model, self._half)
                 self._cast_outputs_of(model)
         for module, dtype in dtypes.items():
-            hook = partial(_cast_inputs, dtype=dtype)
+            hook = partial(_cast_inputs, dtype=dtype, uncast=self._config.uncast_inputs)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         self._note_kept(root)
         self._keep_state_dicts_fp32(root)

@@ -37,6 +37,7 @@ class AmpConfig:
         loss_scale: ``"dynamic"`` or the static scale.
         cast_model_outputs: The dtype a converted model's outputs are cast to.
         keep_fp32: Modules that stay float32 where weights are converted.
+        uncast_inputs: Names of inputs that are not cast where weights are converted.
         cache_casts: How long autocast keeps a weight's half copy: True (until the next backward or step), ``"step"``
             (until the next step) or False (it is made anew on each use).
         init_scale: Where a dynamic scale starts.
@@ -52,6 +53,7 @@ class AmpConfig:
     loss_scale: float | Literal["dynamic"]
     cast_model_outputs: torch.dtype | None
     keep_fp32: tuple[KeepFp32, ...]
+    uncast_inputs: tuple[str, ...]
     cache_casts: bool | Literal["step"]
     init_scale: float
     rule: ScaleRule
@@ -122,6 +124,7 @@ def resolve(
     loss_scale: float | str | None = None,
     cast_model_outputs: str | torch.dtype | None = None,
     keep_fp32: KeepFp32 | Iterable[KeepFp32] | None = None,
+    uncast_inputs: str | Iterable[str] | None = None,
     cache_casts: bool | Literal["step"] = True,
     init_scale: float = 2.0**16,
     growth_factor: float = 2.0,
@@ -143,6 +146,8 @@ def resolve(
         loss_scale: ``"dynamic"``, or a number (a string of one will do).
         cast_model_outputs: Replaces the dtype of a converted model's outputs.
         keep_fp32: Module types, their names, name patterns or predicates: these modules stay float32.
+        uncast_inputs: Keys, field names and keywords, or patterns of them: what is given to a module under these names
+            is not cast at O2 and O3.
         cache_casts: True, ``"step"`` or False; see `AmpConfig`.
         init_scale: Where a dynamic scale starts.
         growth_factor: See `ScaleRule`, as for the following.
@@ -195,6 +200,7 @@ def resolve(
         opt_level=level,
         dtype=half,
         keep_fp32=_keep(keep_fp32),
+        uncast_inputs=_names(uncast_inputs),
         cache_casts=cache_casts,
         init_scale=_scale("init_scale", init_scale),
         rule=rule,
@@ -279,6 +285,15 @@ def _keep(keep: Any) -> tuple[KeepFp32, ...]:
                 f"keep_fp32 holds {entry!r}. Use module types, their names ('LayerNorm'), name patterns ('decoder.*') "
                 "or predicates (module, name) -> bool."
             )
+    return entries
+
+
+def _names(names: Any) -> tuple[str, ...]:
+    entries = (names,) if isinstance(names, str) else tuple(names or ())
+    if not all(isinstance(name, str) for name in entries):
+        raise AmpConfigError(
+            f"uncast_inputs={names!r} cannot be used. Use names of inputs ('timestamps'), or patterns of them ('*_id')."
+        )
     return entries
 
 

@@ -54,6 +54,8 @@ class AmpPrecision(Precision):
         cast_model_outputs: The dtype that models' outputs are cast to: float32 at O2 and O3, no cast at O0 and O1.
         keep_fp32: Modules that stay float32 at O2 and O3: class names, name patterns (``"*.head"``), types or
             predicates ``(module, name) -> bool``.
+        uncast_inputs: Names of inputs that O2 and O3 do not cast: keys of a mapping, fields of a dataclass or a named
+            tuple, keywords, or patterns of them (``"*_time"``). A layer that is given such a tensor alone casts it.
         half_functions: Dotted names of functions to run in half under O1 (``"my_package.ops.fused"``), besides those
             that `register_half_function` was given.
         float_functions: Likewise, to run in float32.
@@ -97,6 +99,7 @@ class AmpPrecision(Precision):
         master_weights: bool | None = None,
         cast_model_outputs: Literal["float16", "bfloat16", "float32"] | None = None,
         keep_fp32: Any = None,
+        uncast_inputs: list[str] | None = None,
         half_functions: list[str] | None = None,
         float_functions: list[str] | None = None,
         promote_functions: list[str] | None = None,
