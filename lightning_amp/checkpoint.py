@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_amp.entry_reader import CheckpointError
 from lightning_amp.kernels.scale_rule import ScaleRule, initial_state
 from lightning_amp.loss_scaler import Key, LossScaler, first_scale, name_of
 from lightning_amp.opt_levels import DTYPES, AmpConfig
-from lightning_amp.saved_state import VERSION, CheckpointError, Saved, SavedScaler
+from lightning_amp.saved_state import VERSION, Saved, SavedScaler
 
 _TOTALS = ("overflows", "bad_losses", "streak", "last_bad")
 """What a scaler has been through, which stays true at another scale."""

@@ -259,17 +259,17 @@ class Gradients:
             pending.params, pending.grads = [], []
 
     @property
-    def open_window(self) -> Pending | None:
-        """What is pending, if that is one window of one scale which no distributed wrapper has yet to reduce."""
-        return self._pending[0] if len(self._pending) == 1 and not self._pending[0].held else None
+    def open_windows(self) -> list[Pending]:
+        """What is pending now."""
+        return list(self._pending)
 
-    def reopen(self, window: Pending) -> None:
-        """Goes on with a window that was open when a checkpoint was saved.
+    def reopen(self, windows: Iterable[Pending]) -> None:
+        """Goes on with what was pending when a checkpoint was saved.
 
         Args:
-            window: Its gradients are those of its parameters already.
+            windows: Their gradients are those of their parameters already.
         """
-        self._pending = [window]
+        self._pending = list(windows)
 
     def collect_pending(self, keep: Scale | None = None, owned: Iterable[Tensor] | None = None) -> None:
         """Makes pending gradients true, each by the scale of its own pass, and moves their scalers on.

@@ -1,5 +1,6 @@
 """The Lightning front end: `AmpPrecision`, a precision plugin for the Trainer. It only translates; the engine acts."""
 
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -31,6 +32,7 @@ from lightning_amp.opt_levels import resolve
 from lightning_amp.outcomes import LossAccount, Outcome
 from lightning_amp.saved_state import GRAD_SCALER_ENTRIES, Saved, find, read
 from lightning_amp.schedulers import SkipAwareScheduler
+from lightning_amp.windows import Windows
 
 _SUPPORTED_STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
 _UNSUPPORTED_STRATEGIES = {"DeepSpeedStrategy", "ModelParallelStrategy"}  # the first derives from DDPStrategy
@@ -149,9 +151,10 @@ class AmpPrecision(Precision):
         self._ddp: DistributedDataParallel | None = None
         self._held: list[SkipAwareScheduler] = []
         self._optimizers: list[Optimizer] = []
-        self._alone = True
-        self._window_open = False
-        self._loaded_window: dict[str, Any] = {}
+        self._windows = Windows([], nn.Module())
+        self._passes_before = 0
+        self._trainer: pl.Trainer | None = None
+        self._loaded_window: open_window.OpenWindow | None = None
         self._loaded: tuple[str, Any] | None = None
         self._stage: TrainerFn | None = None
         self._device_type = "cpu"
@@ -199,7 +202,9 @@ class AmpPrecision(Precision):
         warnings.filterwarnings("ignore", rf"Precision {self.precision} is not supported by the model summary")
         device = strategy.root_device
         self._stage = inner.trainer.state.fn
-        self._optimizers, self._alone = optimizers, inner.trainer.world_size == 1
+        self._optimizers, self._trainer = optimizers, inner.trainer
+        self._windows, self._loaded_window = Windows(optimizers, inner), None
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
         if self.config.patch_torch_functions:
             self._functions.apply()
             self._listed.close()
@@ -228,7 +233,6 @@ class AmpPrecision(Precision):
             skip_together=self._skip_together if optimizers else (),
             max_consecutive_skips=self._max_consecutive_skips,
         )
-        self._ddp = model if isinstance(model, DistributedDataParallel) else None
         if self._ddp is not None:
             self._engine.gradients.in_place = not self._ddp.gradient_as_bucket_view
             self._masters.broadcast()  # DDP brings the half weights in line, and knows of nothing else
@@ -292,7 +296,7 @@ class AmpPrecision(Precision):
             self._conversion = None
         self._functions.undo()
         self._listed.close()
-        self._said = self._window_open = False
+        self._said = False
         self._stage = None
 
     @contextmanager
@@ -309,11 +313,28 @@ class AmpPrecision(Precision):
     # Training
 
     @override
+    def convert_input(self, data: Any) -> Any:
+        """Leaves a batch as it is: modules cast what they are given. It comes before any hook that sees a batch."""
+        if self._loaded_window is not None:
+            self._reopen_window()
+        return data
+
+    def _reopen_window(self) -> None:
+        """Puts back what a checkpoint held; no sooner, since the Trainer clears all gradients after loading it."""
+        window, self._loaded_window = self._loaded_window, None
+        if window is not None and self._trainer is not None:
+            rank, world_size = self._trainer.global_rank, self._trainer.world_size
+            open_window.load(window, self._windows, self._live_engine, rank, world_size)
+
+    @property
+    def _live_engine(self) -> Engine | None:
+        return None if self.config.passive else self.engine
+
+    @override
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        if self._loaded_window:  # no sooner: the Trainer clears all gradients between loading and the first step
-            window, self._loaded_window = self._loaded_window, {}
-            open_window.load(window, self._optimizers, self._engine)
+        self._reopen_window()  # with data of Lightning's own iterator, nothing was handed to us before
+        self._passes_before = self._windows.passes
         with self.forward_context():
             yield
 
@@ -344,7 +365,8 @@ class AmpPrecision(Precision):
     ) -> None:
         if self.rehearsing:
             return
-        self._window_open = self._inside_window(model)
+        unreduced = self._ddp is not None and not self._ddp.require_backward_grad_sync
+        self._windows.passed(unreduced)
         if self.config.passive:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
@@ -353,8 +375,8 @@ class AmpPrecision(Precision):
             run=lambda scaled, **rest: model.backward(scaled, *args, **rest),
             loss_id=loss_id,
             optimizers=optimizers,
-            delay_unscale=delay_unscale or self._window_open,
-            hold=self._unreduced(),
+            delay_unscale=delay_unscale or self._inside_window(model),
+            hold=unreduced,
             **kwargs,
         )
 
@@ -366,21 +388,18 @@ class AmpPrecision(Precision):
         # Short last windows, and schedules that change the window, are known to Lightning's loop alone.
         return model.trainer.fit_loop.epoch_loop._should_accumulate()
 
-    def _unreduced(self) -> bool:
-        return self._ddp is not None and not self._ddp.require_backward_grad_sync
-
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         if self.config.passive:
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
-            self._window_open = False
+            self._windows.stepped(optimizer)
             return result
         result = closure()
         if self.rehearsing:
             return result
-        self._window_open = False
+        self._windows.stepped(optimizer)
         engine = self.engine
         engine.unscale(optimizer)
         self._after_closure(model, optimizer)
@@ -517,16 +536,32 @@ class AmpPrecision(Precision):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the gradients of an open window, and what Lightning's own mixed precision would go on with."""
-        if self._window_open and self._stage is TrainerFn.FITTING and self._alone:
-            checkpoint[open_window.ENTRY] = open_window.save(self._optimizers, self._engine)
+        if self._loaded_window is not None:  # nothing has happened to it yet
+            checkpoint[open_window.ENTRY] = self._loaded_window.entry
+        elif any(self._windows.open) and self._stage in (None, TrainerFn.FITTING):
+            self._save_window(checkpoint)
         state = grad_scaler_state(self._scalers or (), self.config.rule)
         if state:
             checkpoint.setdefault(GRAD_SCALER_ENTRIES[0], state)
 
+    def _save_window(self, checkpoint: dict[str, Any]) -> None:
+        assert self._trainer is not None
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.started > progress.processed and self._windows.passes > self._passes_before:
+            why = "it was saved within a training step, whose place no checkpoint holds. Save between batches"
+        elif any(self._windows.unreduced) and (sys.exc_info()[1] is not None or not distributed.is_initialized()):
+            why = "each process has others, and on an exception they cannot wait for each other. Save between batches"
+        else:
+            length = self._trainer.accumulate_grad_batches
+            checkpoint[open_window.ENTRY] = open_window.write(self._windows, self._live_engine, length)
+            return
+        rank_zero_warn(f"This checkpoint lacks the gradients that no step has used yet: {why} to go on from them.")
+
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Looks for a state under other names than this class's; Lightning itself hands over that one."""
-        self._loaded_window = checkpoint.get(open_window.ENTRY) or {}
+        if self._stage is TrainerFn.FITTING and open_window.ENTRY in checkpoint:
+            self._loaded_window = open_window.read(checkpoint[open_window.ENTRY])
         if type(self).__qualname__ not in checkpoint:
             self._resume(*find(checkpoint, type(self).__qualname__))
 
@@ -545,9 +580,10 @@ class AmpPrecision(Precision):
             left_out = self.engine.load_state_dict(state, name)
             for scheduler, since in zip(self._held, saved.schedulers, strict=False):
                 scheduler.go_on(*since)
-        if self._loaded_window and (misfits := open_window.misfits(self._loaded_window, self._optimizers)):
+        if self._loaded_window is not None and self._trainer is not None:
+            length = self._trainer.accumulate_grad_batches
+            self._loaded_window, misfits = self._loaded_window.fitted(self._windows, length)
             left_out += misfits
-            self._loaded_window = {}
         if left_out:
             lines = "".join(f"\n  {line}" for line in left_out)
             rank_zero_warn(f"AmpPrecision went on from a checkpoint that does not fit in full:{lines}")

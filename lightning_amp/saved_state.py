@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
+from lightning_amp.entry_reader import CheckpointError, Reader, short
 from lightning_amp.kernels.scale_rule import ScaleState
 from lightning_amp.loss_scaler import DEFAULT_KEY, Key
 from lightning_amp.outcomes import Outcome
@@ -18,10 +17,6 @@ GRAD_SCALER_ENTRIES = ("MixedPrecision", "native_amp_scaling_state")
 """Where Lightning's own mixed precision keeps its `torch.amp.GradScaler`, now and before."""
 
 _INDICES = {"loss": (1, 1), "optimizer": (1, 2**20), "default": (0, 0), "grad": (0, 0)}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names the key and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -56,62 +51,6 @@ class Saved:
     schedulers: list[tuple[int, int]] = field(default_factory=list)
 
 
-class _Reader:
-    """Takes checked values out of an entry, and knows where it is when one is damaged."""
-
-    def __init__(self, entry: Any, where: str) -> None:
-        self.where = where
-        if not isinstance(entry, Mapping):
-            raise self.damaged(None, f"is {_short(entry)}, and a dict is expected")
-        self.entry: Mapping[str, Any] = entry
-
-    def damaged(self, key: str | None, what: str) -> CheckpointError:
-        where = self.where if key is None else f"{self.where}[{key!r}]"
-        return CheckpointError(
-            f"The mixed-precision state of this checkpoint is damaged: {where} {what}. Use another copy of the "
-            f"checkpoint, or delete its entry {self.where.split('[')[0]!r}: loss scales and totals then start anew."
-        )
-
-    def get(self, key: str) -> Any:
-        if key not in self.entry:
-            raise self.damaged(key, f"is missing (there are: {', '.join(map(str, self.entry)) or 'none'})")
-        return self.entry[key]
-
-    def below(self, key: str) -> "_Reader":
-        return _Reader(self.get(key), f"{self.where}[{key!r}]")
-
-    def list(self, key: str) -> list["_Reader"]:
-        values = self.get(key)
-        if not isinstance(values, (list, tuple)):
-            raise self.damaged(key, f"is {_short(values)}, and a list is expected")
-        return [_Reader(value, f"{self.where}[{key!r}][{i}]") for i, value in enumerate(values)]
-
-    def number(self, key: str, low: float = 0.0) -> float:
-        value = self.get(key)
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = value.item()
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < math.inf:
-            raise self.damaged(key, f"is {_short(value)}, and a finite number of at least {low:g} is expected")
-        return float(value)
-
-    def positive(self, key: str) -> float:
-        value = self.number(key)
-        if value == 0.0:
-            raise self.damaged(key, "is 0, and a positive number is expected")
-        return value
-
-    def count(self, key: str) -> int:
-        value = self.number(key)
-        if value != int(value):
-            raise self.damaged(key, f"is {value!r}, and a whole number is expected")
-        return int(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def read(entry: Any, name: str = "state") -> Saved:
     """Reads a state of this package (any version), of Apex's ``amp`` or of `torch.amp.GradScaler`.
 
@@ -129,7 +68,7 @@ def read(entry: Any, name: str = "state") -> Saved:
         >>> read({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}}).scalers[("default", ())].values["scale"]
         512.0
     """
-    reader = _Reader(entry, name)
+    reader = Reader(entry, name)
     if not reader.entry:
         return Saved()
     if _is_apex(reader.entry):
@@ -151,7 +90,7 @@ def _is_apex(entry: Mapping[str, Any]) -> bool:
     return any(isinstance(key, str) and key.startswith("loss_scaler") for key in entry)
 
 
-def _read_ours(reader: _Reader) -> Saved:
+def _read_ours(reader: Reader) -> Saved:
     version = reader.count("version")
     if version > VERSION:
         raise CheckpointError(
@@ -170,7 +109,7 @@ def _read_ours(reader: _Reader) -> Saved:
     )
 
 
-def _key(name: Any, scalers: _Reader) -> Key:
+def _key(name: Any, scalers: Reader) -> Key:
     kind, *indices = str(name).split("_")
     low, high = _INDICES.get(kind, (1, 0))
     if not (low <= len(indices) <= high and all(i.isdecimal() for i in indices)):
@@ -178,7 +117,7 @@ def _key(name: Any, scalers: _Reader) -> Key:
     return kind, tuple(map(int, indices))
 
 
-def _read_scaler(reader: _Reader, static: bool | None) -> SavedScaler:
+def _read_scaler(reader: Reader, static: bool | None) -> SavedScaler:
     values = {name: reader.number(name) for name in ScaleState._fields if name not in ("last_bad", "inv_scale")}
     values |= {"scale": reader.positive("scale"), "inv_scale": reader.positive("inv_scale")}
     values["last_bad"] = reader.number("last_bad", low=-1.0)
@@ -187,17 +126,17 @@ def _read_scaler(reader: _Reader, static: bool | None) -> SavedScaler:
     return SavedScaler(values, reader.count("attempts"), not static)
 
 
-def _read_optimizer(reader: _Reader, version: int) -> dict[str, Any]:
+def _read_optimizer(reader: Reader, version: int) -> dict[str, Any]:
     values: dict[str, Any] = {outcome.value: reader.count(outcome.value) for outcome in Outcome}
     if version > 1:
         values |= {"latest": reader.get("latest"), "streak": reader.count("streak")}
         if values["latest"] not in (None, *(outcome.value for outcome in Outcome)):
-            what = f"is {_short(values['latest'])}, and 'stepped', 'skipped', 'idle' or None is expected"
+            what = f"is {short(values['latest'])}, and 'stepped', 'skipped', 'idle' or None is expected"
             raise reader.damaged("latest", what)
     return values
 
 
-def _read_scheduler(reader: _Reader) -> tuple[int, int]:
+def _read_scheduler(reader: Reader) -> tuple[int, int]:
     return reader.count("tried"), int(reader.number("made", low=-math.inf))
 
 
@@ -205,13 +144,13 @@ def _alone(scale: float, clean: float, dynamic: bool = True) -> SavedScaler:
     return SavedScaler({"scale": scale, "clean": clean, "lowest": scale, "highest": scale}, dynamic=dynamic)
 
 
-def _read_grad_scaler(reader: _Reader) -> Saved:
+def _read_grad_scaler(reader: Reader) -> Saved:
     # One scale for all, so it covers each of ours. torch lets it fall to zero, from where no factor brings it back.
     scale, clean = reader.number("scale"), reader.number("_growth_tracker")
     return Saved({DEFAULT_KEY: _alone(scale, clean)} if scale else {})
 
 
-def _read_apex(reader: _Reader) -> Saved:
+def _read_apex(reader: Reader) -> Saved:
     count = sum(1 for key in reader.entry if str(key).startswith("loss_scaler"))
     below = [reader.below(f"loss_scaler{i}") for i in range(count)]
     # Apex writes a static scale likewise: one is what it sets where nothing is to be scaled.

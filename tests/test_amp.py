@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp import AmpConfigError, Outcome, amp
-from lightning_amp.saved_state import CheckpointError
+from lightning_amp.entry_reader import CheckpointError
 from tests.helpers.plain import ONE, SCALE, block, pair, plain, values
 
 LEVELS = ("O0", "O1", "O2", "O3")

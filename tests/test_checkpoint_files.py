@@ -446,30 +446,6 @@ def test_a_damaged_entry_stops_fit_and_names_the_key(visits: dict[str, Visit], t
     assert plugin.loss_scales() == {}
 
 
-@pytest.mark.parametrize("change", [lambda w: w.pop("gradients"), lambda w: w.update(gradients=[3])])
-def test_a_damaged_open_window_stops_fit(change: Any, tmp_path: Path) -> None:
-    spec = Spec("O1", automatic=True, window=4)
-    train(spec, folder=tmp_path, save_after=[2])
-    checkpoint = torch.load(tmp_path / "2.ckpt", weights_only=True)
-    change(checkpoint["amp_open_window"])
-    torch.save(checkpoint, tmp_path / "2.ckpt")
-    with pytest.raises(ValueError, match=r"amp_open_window\['gradients'\]"):
-        train(spec, tmp_path / "2.ckpt")
-
-
-def test_an_open_window_of_other_parameters_is_dropped_with_a_word(
-    tmp_path: Path, caught: Callable[[], list[str]]
-) -> None:
-    spec = Spec("O1", automatic=True, window=4)
-    train(spec, folder=tmp_path, save_after=[2])
-    checkpoint = torch.load(tmp_path / "2.ckpt", weights_only=True)
-    checkpoint["amp_open_window"]["gradients"][0].pop()
-    torch.save(checkpoint, tmp_path / "2.ckpt")
-    train(spec, tmp_path / "2.ckpt")
-    (message,) = caught()
-    assert "the gradients of the accumulation window that was open: dropped" in message
-
-
 def test_only_an_open_window_is_in_a_checkpoint(tmp_path: Path) -> None:
     train(Spec("O2", automatic=True, window=4), folder=tmp_path, save_after=[3, 4])
     files = {n: torch.load(tmp_path / f"{n}.ckpt", weights_only=True) for n in (3, 4)}

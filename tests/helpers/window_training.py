@@ -1,0 +1,96 @@
+"""A manual training whose optimizers have windows of different lengths, which is saved and gone on with."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from tests.helpers.resuming import Duel, Spec, Watch, train
+
+LENGTHS = (3, 4)
+"""Batches a window of either optimizer. Neither divides an epoch, so that windows go on into the next."""
+
+
+class Windows(Duel):
+    """The `Duel`, trained in windows.
+
+    Args:
+        zero: When gradients are zeroed: ``"after"`` the step, ``"before"`` the first pass of a window, or ``"anew"``,
+            likewise but in place.
+        toggled: Whether each optimizer's passes leave the other's parameters alone.
+        unreduced: Whether processes reduce gradients in the last pass of a window alone.
+        delay: Whether gradients keep their scale until the step.
+        overflows: As in `Duel`.
+    """
+
+    def __init__(
+        self,
+        zero: str = "after",
+        toggled: bool = True,
+        unreduced: bool = False,
+        delay: bool = False,
+        overflows: bool = True,
+    ) -> None:
+        super().__init__(overflows=overflows)
+        self.zero, self.toggled, self.unreduced, self.delay = zero, toggled, unreduced, delay
+        self.within: Callable[[], Any] = lambda: None
+        """Called between the backward pass and the step."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+        x, factor = batch
+        x = x + self.global_rank
+        factor = factor if self.overflows else torch.ones(())
+        done = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        losses = [lambda: sum(self.d_losses(x)) * factor, lambda: self.g_loss(x)]
+        for i, (optimizer, loss) in enumerate(zip(self.optimizers(), losses, strict=True)):
+            first, last = done % LENGTHS[i] == 0, (done + 1) % LENGTHS[i] == 0
+            if self.toggled:
+                self.toggle_optimizer(optimizer)
+            if first and self.zero != "after":
+                optimizer.zero_grad(set_to_none=self.zero == "before")
+            with self.without_reduction(not last):
+                self.manual_backward(loss() / LENGTHS[i], loss_id=i, delay_unscale=self.delay)
+            self.within()
+            if last:
+                self.clip_gradients(optimizer, 5.0)
+                optimizer.step()
+                self.lr_schedulers()[i].step()
+                if self.zero == "after":
+                    optimizer.zero_grad()
+            if self.toggled:
+                self.untoggle_optimizer(optimizer)
+
+    def without_reduction(self, wanted: bool) -> Any:
+        wrapped = self.trainer.strategy.model
+        return wrapped.no_sync() if wanted and self.unreduced and hasattr(wrapped, "no_sync") else nullcontext()
+
+
+def run(
+    level: str, resume: Path | None = None, folder: Path | None = None, save_after: Sequence[int] = (), **more: Any
+) -> Watch:
+    """Trains two epochs in one process.
+
+    Args:
+        level: The opt level.
+        resume: The checkpoint to go on from.
+        folder: Where checkpoints go.
+        save_after: After how many batches there is one.
+        **more: ``settings`` of the module; the rest is for `train`.
+    """
+    module = Windows(**{"overflows": level != "O0", **more.pop("settings", {})})
+    plugin = Spec(level).plugin(num_losses=2, growth_interval=3)
+    return train(Spec(level), resume, folder, save_after, **{"module": module, "plugin": plugin, **more})
+
+
+def run_two(level: str, resume: Path | None, folder: Path, save_after: Sequence[int], **more: Any) -> None:
+    """Trains two epochs in two processes; to be called in a process of its own."""
+    strategy = DDPStrategy(
+        start_method="fork",
+        find_unused_parameters=not more.pop("automatic", False),
+        gradient_as_bucket_view=more.pop("bucket_view", False),
+    )
+    run(level, resume, folder, save_after, devices=2, strategy=strategy, **more)
