@@ -15,11 +15,13 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.dcgan import __main__ as command
-from examples.dcgan import flags
+from examples.dcgan import flags, outputs
 from examples.dcgan.module import DCGAN
 from lightning_amp import AmpPrecision
+from lightning_amp.callbacks import GradientClipping
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs" / "dcgan").glob("*.yaml"))
@@ -28,6 +30,8 @@ SMALL_FIT = ["--data.image_size=16", "--model.ngf=2", "--model.ndf=2", "--model.
 ONE_STEP = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.log_every_n_steps=1"]
 
 Run = Callable[..., None]
+
+pytestmark = pytest.mark.filterwarnings("ignore:Batch .* skipped a step")  # a scale that finds its height
 
 
 @pytest.fixture
@@ -73,7 +77,7 @@ def _interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def stopping(self: DCGAN, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         step(self, batch, batch_idx)
 
     monkeypatch.setattr(DCGAN, "training_step", stopping)
@@ -135,12 +139,19 @@ def test_folder_of_pngs_trains_at_every_level(
     run("--dataset", "folder", "--dataroot", images, "--batchSize", "16", "--outf", out, "--opt_level", level, *SMALL)
     assert plugin_of(trainers[0]).config.opt_level == level
     named = [Path(word) for word in re.findall(rf"{re.escape(str(out))}\S+", capsys.readouterr().out)]
-    assert {path.name for path in named} >= {"amp_fake_samples_epoch_000.png", "real_samples.png", "metrics.csv"}
+    pictures = {"amp_fake_samples_epoch_000.png", "real_samples.png", "amp_report.html"}
+    assert {path.name for path in named} >= {*pictures, "metrics.csv", "netG_epoch_0.pth", "last.ckpt"}
     assert all(path.exists() for path in named)
-    assert list(out.glob("tensorboard/*/events*"))
+    assert (out / "netD_epoch_0.pth").exists()
+    losses = {"d_real", "d_fake", "g"}
+    scales = set() if level == "O0" else {"amp/scale/loss_2", "amp/skipped/optimizer_0", "amp/grad_norm/optimizer_1"}
     header, *rows = (out / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
-    assert {"d_real", "d_fake", "g"} <= set(header.split(","))
-    assert "nan" not in "".join(rows)
+    assert losses | scales <= set(header.split(","))
+    assert not re.search(r"\bnan\b", "".join(rows))
+    (events,) = out.glob("tensorboard/*")
+    board = EventAccumulator(str(events)).Reload()
+    assert losses | scales <= set(board.Tags()["scalars"])
+    assert {"amp_fake_samples", "real_samples"} <= set(board.Tags()["images"])
 
 
 def test_static_scale_is_used(tmp_path: Path, run: Run, trainers: list[Trainer]) -> None:
@@ -174,8 +185,9 @@ def test_goes_on_from_weights_and_from_a_checkpoint(tmp_path: Path, run: Run, tr
     run("--outf", first, "--opt_level", "O2", *SMALL)
     networks = ["--netG", first / "netG_epoch_0.pth", "--netD", first / "netD_epoch_0.pth"]
     run("--outf", second, *networks, *SMALL, "--lr", "0")
-    saved, same = (torch.load(folder / "netG_epoch_0.pth", weights_only=True) for folder in (first, second))
-    assert torch.equal(saved["main.0.weight"], same["main.0.weight"])
+    for name in ("netG", "netD"):
+        saved, same = (torch.load(folder / f"{name}_epoch_0.pth", weights_only=True) for folder in (first, second))
+        assert torch.equal(saved["main.0.weight"], same["main.0.weight"])
     run("--outf", third, "--ckpt_path", first / "checkpoints" / "last.ckpt", *SMALL, "--niter", "2")
     assert trainers[2].current_epoch == 2
     assert sorted(path.name for path in third.glob("netG*")) == ["netG_epoch_1.pth"]
@@ -189,6 +201,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(
         run("--outf", tmp_path, "--opt_level", "O2", *SMALL)
     checkpoint = tmp_path / "checkpoints" / "interrupted.ckpt"
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 4  # two optimizers, two batches
+    assert "<b>2</b><span>batches</span>" in (tmp_path / "amp_report.html").read_text()
     monkeypatch.undo()
     monkeypatch.setattr(sys, "argv", [])
     done = flags.train(
@@ -227,7 +240,28 @@ def test_every_config_trains_a_step(config: Path, tmp_path: Path, run: Run, trai
     assert made.opt_level == given["opt_level"]
     assert made.dtype == getattr(torch, given.get("dtype", "float16"))
     assert trainers[0].fit_loop.total_batch_idx == 1
-    assert (tmp_path / "netG_epoch_0.pth").exists()
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written >= {"netG_epoch_0.pth", "real_samples.png", "amp_fake_samples_epoch_000.png", "amp_report.html"}
+
+
+def test_flags_and_configs_show_the_same(tmp_path: Path, run: Run, trainers: list[Trainer]) -> None:
+    """What `outputs.views` makes is what the base names, argument for argument."""
+    run("fit", "--outf", tmp_path, *SMALL_FIT, *ONE_STEP)
+    by_config = trainers[0].callbacks[: len(outputs.views())]  # type: ignore[attr-defined]
+    for made, named in zip(outputs.views(), by_config, strict=True):
+        assert type(made) is type(named)
+        options = [name for name in signature(type(made)).parameters if hasattr(made, name)]
+        assert options
+        assert {n: getattr(made, n) for n in options} == {n: getattr(named, n) for n in options}
+
+
+def test_clipping_config_clips_each_network(tmp_path: Path, run: Run, trainers: list[Trainer]) -> None:
+    """It adds to the base's callbacks, and leaves them."""
+    run("fit", "--config", ROOT / "configs/dcgan/clipping.yaml", "--outf", tmp_path, *SMALL_FIT, *ONE_STEP)
+    kinds = [type(callback) for callback in trainers[0].callbacks]  # type: ignore[attr-defined]
+    clipping = trainers[0].callbacks[kinds.index(GradientClipping)]  # type: ignore[attr-defined]
+    assert clipping.values == [1.0, 5.0]
+    assert {type(callback) for callback in outputs.views()} < set(kinds)
 
 
 def test_ddp_config_trains_a_step_in_two_processes(tmp_path: Path) -> None:

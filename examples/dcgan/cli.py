@@ -12,25 +12,27 @@ from examples.dcgan.data import ImageData, channels
 from examples.dcgan.errors import InputError
 from examples.dcgan.module import DCGAN
 
-BASE = Path(__file__).parents[2] / "configs" / "dcgan" / "base.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
+BASE = CONFIGS / "dcgan" / "base.yaml"
 Level = Literal["O0", "O1", "O2", "O3"]
 
 
 class DCGANCLI(LightningCLI):
-    """LightningCLI over `DCGAN` and `ImageData`; every configuration is read over ``configs/dcgan/base.yaml``.
+    """LightningCLI over `DCGAN` and `ImageData`; every configuration is read over a base.
 
     Args:
-        model: What is trained; a class that derives from `DCGAN` brings its configurations whole.
+        model: What is trained.
+        base: The configuration that every other is read over.
     """
 
-    def __init__(self, model: type[DCGAN] = DCGAN) -> None:
+    def __init__(self, model: type[DCGAN] = DCGAN, base: Path = BASE) -> None:
         super().__init__(
             model,
             ImageData,
             seed_everything_default=2809,
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"fit": {"default_config_files": [str(BASE)] if model is DCGAN else []}},
+            parser_kwargs={"fit": {"default_config_files": [str(base)]}},
         )
 
     @staticmethod
@@ -42,7 +44,7 @@ class DCGANCLI(LightningCLI):
         """Adds the two words that are worth an option of their own, and lets the model follow the data."""
         parser.add_argument("--outf", type=str, default=".", help="folder for pictures, weights, checkpoints and logs")
         parser.add_argument("--opt_level", type=Level | None, default=None, help="replaces the plugin's opt level")
-        parser.add_argument("--every_n_steps", type=int, default=100, help="batches between two grids of samples")
+        parser.link_arguments("outf", "trainer.default_root_dir")
         parser.link_arguments("data.image_size", "model.image_size")
         parser.link_arguments("data.dataset", "model.nc", compute_fn=channels)
 
@@ -65,8 +67,7 @@ class DCGANCLI(LightningCLI):
         config = self.config_init[self.subcommand]
         if config.trainer.logger is None:
             kwargs["logger"] = outputs.loggers(config.outf)
-        more = config.trainer.callbacks or []
-        kwargs["callbacks"] = [*outputs.callbacks(config.outf, config.every_n_steps), *more]
+        kwargs["callbacks"] = [*(config.trainer.callbacks or []), *outputs.callbacks(config.outf)]
         return super().instantiate_trainer(**kwargs)
 
     @rank_zero_only

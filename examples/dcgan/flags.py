@@ -73,7 +73,8 @@ def train(
         strategy="ddp_find_unused_parameters_true" if ngpu > 1 else "auto",
         max_epochs=niter,
         max_time=None if minutes is None else timedelta(minutes=minutes),
-        callbacks=outputs.callbacks(outf),
+        callbacks=[*outputs.views(), *outputs.callbacks(outf)],
+        default_root_dir=outf,
         logger=outputs.loggers(outf),
         log_every_n_steps=10,
     )

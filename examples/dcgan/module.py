@@ -37,8 +37,6 @@ class DCGAN(pl.LightningModule):
             loss, ``[0, 0, 0]`` one for all; None leaves the choice to the plugin, which has one for each optimizer.
         toggle: Whether the network that is not being trained is frozen meanwhile, which spares its gradients.
         accumulate: Batches whose gradients add up before an optimizer steps.
-        clip_d: Largest norm of the discriminator's gradient, None for any.
-        clip_g: Largest norm of the generator's gradient, None for any.
         fused: Whether Adam runs as one fused kernel.
         weights_g: A file with the generator's weights to start from.
         weights_d: A file with the discriminator's.
@@ -63,8 +61,6 @@ class DCGAN(pl.LightningModule):
         loss_ids: tuple[int, int, int] | None = (0, 1, 2),
         toggle: bool = True,
         accumulate: int = 1,
-        clip_d: float | None = None,
-        clip_g: float | None = None,
         fused: bool = False,
         weights_g: str | None = None,
         weights_d: str | None = None,
@@ -81,8 +77,8 @@ class DCGAN(pl.LightningModule):
         self.automatic_optimization = False
         self.weights = {"netG": weights_g, "netD": weights_d}
         self.loss_ids, self.toggle, self.accumulate = loss_ids, toggle, accumulate
-        self.clip_d, self.clip_g = clip_d, clip_g
         self.lr, self.beta1, self.fused, self.nz = lr, beta1, fused, nz
+        self.example_input_array = torch.zeros(2, nz, 1, 1)
         self.netG = Generator(image_size, nz, ngf, nc)
         self.netD = Discriminator(image_size, ndf, nc)
 
@@ -122,11 +118,11 @@ class DCGAN(pl.LightningModule):
         self._begin(opt_d, batch_idx)
         d_real = self._backward(self.netD(real), real=True, loss=0)
         d_fake = self._backward(self.netD(fake.detach()), real=False, loss=1)
-        self._finish(opt_d, self.clip_d, last)
+        self._finish(opt_d, last)
 
         self._begin(opt_g, batch_idx)
         g = self._backward(self.netD(fake), real=True, loss=2)
-        self._finish(opt_g, self.clip_g, last)
+        self._finish(opt_g, last)
         self.log_dict(dict(zip(LOSSES, (d_real, d_fake, g), strict=True)), prog_bar=True)
 
     def _begin(self, optimizer: LightningOptimizer, batch_idx: int) -> None:
@@ -146,9 +142,7 @@ class DCGAN(pl.LightningModule):
             return {}
         return {"loss_id": self.loss_ids[loss]}
 
-    def _finish(self, optimizer: LightningOptimizer, clip: float | None, last: bool) -> None:
-        if last and clip is not None:
-            self.clip_gradients(optimizer.optimizer, gradient_clip_val=clip, gradient_clip_algorithm="norm")
+    def _finish(self, optimizer: LightningOptimizer, last: bool) -> None:
         if last:
             optimizer.step()
         if self.toggle:

@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
-from examples.dcgan.pictures import Pictures
-from examples.dcgan.progress import LossBar
 from examples.dcgan.weights import NetworkWeights
+from lightning_amp.callbacks import AmpReport, ImageGrid, LossScaleMonitor, NonFiniteReport
 
 
 class InterruptCheckpoint(pl.Callback):
@@ -31,20 +30,28 @@ class InterruptCheckpoint(pl.Callback):
             rank_zero_info(f"Stopped. To go on, give the same command with --ckpt_path {self.file}")
 
 
-def callbacks(outf: str | Path, every_n_steps: int = 100) -> list[pl.Callback]:
-    """Returns the callbacks that write under ``outf``, and the progress bar.
+def callbacks(outf: str | Path) -> list[pl.Callback]:
+    """Returns what every training has: weights and checkpoints under ``outf``, and a progress bar.
 
     Args:
         outf: The folder for everything.
-        every_n_steps: Batches between two grids of samples.
     """
     checkpoints = Path(outf) / "checkpoints"
     return [
-        Pictures(str(outf), every_n_steps),
         NetworkWeights(str(outf)),
         ModelCheckpoint(checkpoints, filename="last", enable_version_counter=False),
         InterruptCheckpoint(checkpoints / "interrupted.ckpt"),
-        LossBar(),
+        TQDMProgressBar(refresh_rate=10),
+    ]
+
+
+def views() -> list[pl.Callback]:
+    """Returns what shows how a training goes, as ``configs/dcgan/base.yaml`` names it: a report, scales, pictures."""
+    return [
+        AmpReport(),
+        LossScaleMonitor(),
+        NonFiniteReport(limit=3),
+        ImageGrid(name="amp_fake_samples", file="{name}_epoch_{epoch:03d}.png", real="real_samples", seed=2809),
     ]
 
 
@@ -63,10 +70,13 @@ def summary(trainer: pl.Trainer, outf: str | Path) -> str:
     folder, epoch = Path(outf), max(trainer.current_epoch - 1, 0)
     # Not `trainer.log_dir`, which all processes must ask for together.
     metrics = [Path(logger.log_dir) / "metrics.csv" for logger in trainer.loggers if isinstance(logger, CSVLogger)]
+    reports = [callback.path(trainer) for callback in trainer.callbacks if isinstance(callback, AmpReport)]  # type: ignore[attr-defined]
+    report = f"  {reports[0]}  how the loss scales went, and what was skipped\n" if reports else ""
     return (
         f"\nDone: {trainer.current_epoch} epochs. Open\n"
         f"  {folder / f'amp_fake_samples_epoch_{epoch:03d}.png'}  what the generator draws now (one file an epoch)\n"
         f"  {folder / 'real_samples.png'}  what it learned from\n"
+        f"{report}"
         f"  {metrics[0] if metrics else folder}  the losses; or run: tensorboard --logdir {folder / 'tensorboard'}\n"
         f"Weights: {folder / f'netG_epoch_{epoch}.pth'} and netD_epoch_{epoch}.pth\n"
         f"To go on: --ckpt_path {folder / 'checkpoints' / 'last.ckpt'}"

@@ -1,37 +1,32 @@
 """`AmpReport`: one page at the end of a training that shows what mixed precision did."""
 
-import base64
-import html
-import io
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_amp.callbacks.trainers import active_plugin
-from lightning_amp.outcomes import LossAccount, Outcome
+from lightning_amp.callbacks.report_page import page
+from lightning_amp.callbacks.report_record import Record, optimizer_names, watch_dtypes, zero_share
+from lightning_amp.callbacks.trainers import active_plugin, batches_begun, require, under_root
+from lightning_amp.precision import AmpPrecision
 
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
-h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse;margin:.5rem 0}
-td,th{padding:.25rem .9rem .25rem 0;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child{text-align:left}
-img{max-width:100%}pre{background:#f6f6f6;padding:.8rem;overflow:auto}"""
+_ZEROS_EVERY = 20
 
 
 class AmpReport(Callback):
     """Writes one self-contained HTML page when training ends, or stops by an exception.
 
     It shows the level and its settings; each loss's scale over time with the skips marked; how many backward passes
-    overflowed; how many gradient elements underflowed to zero, in a sample; the time a batch took; and which modules
-    hold weights of which dtype. Needs matplotlib (``pip install 'lightning-amp[examples]'``).
+    overflowed; how many gradient elements were zero, in a sample; the time a batch took; and which modules ran in which
+    dtype in the first batch. Needs matplotlib (``pip install 'lightning-amp[examples]'``).
 
     Args:
-        file: Where the page goes.
+        file: Where the page goes, from the trainer's ``default_root_dir``.
         every_n_batches: How often the scales are looked at: one host synchronisation each time.
 
     Raises:
@@ -46,50 +41,49 @@ class AmpReport(Callback):
         if every_n_batches < 1:
             raise ValueError(f"every_n_batches={every_n_batches!r} cannot be used. Use at least 1.")
         self.file, self.every_n_batches = Path(file), every_n_batches
-        self._batches = 0
-        self._scales: dict[str, list[tuple[int, float]]] = {}
-        self._overflows: dict[str, list[tuple[int, float]]] = {}
-        self._accounts: dict[str, LossAccount] = {}
-        self._zeros: dict[str, tuple[int, int]] = {}
-        self._times: list[float] = []
+        self._record = Record()
+        self._names: list[str] = []
         self._began = 0.0
-        self._dtypes: list[tuple[str, str, str]] = []
+        self._handles: list[Any] = []
 
     @override
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        require("matplotlib", self)
+
+    @override
+    @rank_zero_only
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        for name, module in pl_module.named_modules():
-            kinds = Counter(str(p.dtype).removeprefix("torch.") for p in module.parameters(recurse=False))
-            if kinds:
-                self._dtypes.append((name, type(module).__name__, ", ".join(kinds)))
+        self._record = Record()
+        self._names = optimizer_names(pl_module, trainer.optimizers)
+        self._handles = watch_dtypes(pl_module, self._record.modules)
 
     @override
+    @rank_zero_only
     def on_train_batch_start(self, *_: Any) -> None:
         self._began = time.perf_counter()
 
     @override
-    def on_before_optimizer_step(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Any) -> None:
-        if self._batches % (20 * self.every_n_batches):
+    @rank_zero_only
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
+    ) -> None:
+        batch = batches_begun(trainer)
+        if (batch - 1) % (_ZEROS_EVERY * self.every_n_batches):
             return
-        index = next(i for i, mine in enumerate(trainer.optimizers) if mine is optimizer)
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        zeros, count = self._zeros.get(f"optimizer {index}", (0, 0))
-        zeros += sum(int((g.to_dense() == 0).sum()) for g in grads)
-        self._zeros[f"optimizer {index}"] = (zeros, count + sum(g.numel() for g in grads))
+        share = zero_share(optimizer)
+        if share is not None:
+            index = next(i for i, mine in enumerate(trainer.optimizers) if mine is optimizer)
+            self._record.zeros.setdefault(self._names[index], []).append((batch, share))
 
     @override
+    @rank_zero_only
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
-        self._times.append(time.perf_counter() - self._began)
-        self._batches += 1
+        self._unhook()
+        self._record.batches = batches_begun(trainer)
         plugin = active_plugin(trainer)
-        if plugin is None or self._batches % self.every_n_batches:
-            return
-        accounts, _norms = plugin.read_accounts([])
-        for name, account in accounts.items():
-            before = self._accounts.get(name)
-            self._scales.setdefault(name, []).append((self._batches, account.scale))
-            if account.overflows > (before.overflows if before else 0):
-                self._overflows.setdefault(name, []).append((self._batches, account.scale))
-        self._accounts = accounts
+        if plugin is not None and self._record.batches % self.every_n_batches == 0:
+            self._record.take(plugin.read_accounts([])[0])
+        self._record.seconds.append(time.perf_counter() - self._began)  # after the read, which waited for the device
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -97,8 +91,17 @@ class AmpReport(Callback):
 
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        if self._batches:
+        self._unhook()
+        if self._record.seconds:
             self.write(trainer)
+
+    def path(self, trainer: "pl.Trainer") -> Path:
+        """Returns where the page goes.
+
+        Args:
+            trainer: The trainer.
+        """
+        return under_root(trainer, self.file)
 
     @rank_zero_only
     def write(self, trainer: "pl.Trainer") -> None:
@@ -107,68 +110,26 @@ class AmpReport(Callback):
         Args:
             trainer: The trainer.
         """
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(self._page(trainer), encoding="utf-8")
-        rank_zero_info(f"AmpReport: open {self.file}")
-
-    def _page(self, trainer: "pl.Trainer") -> str:
         plugin = active_plugin(trainer)
-        level = plugin.config.describe() if plugin else f"{trainer.precision}: Lightning alone, nothing is scaled"
-        parts = [f"<h1>Mixed precision report</h1><pre>{html.escape(level)}</pre>"]
-        if plugin and self._scales:
-            picture = base64.b64encode(self._plot()).decode()
-            parts.append(f'<h2>Loss scales</h2><img alt="loss scales" src="data:image/png;base64,{picture}">')
-            rows = [
-                [
-                    n,
-                    a.attempts,
-                    a.overflows,
-                    f"{a.overflows / max(1, a.attempts):.2%}",
-                    a.nonfinite_losses,
-                    f"{a.scale:g}",
-                ]
-                for n, a in self._accounts.items()
-            ]
-            parts.append(_table(["loss", "backward passes", "overflows", "share", "loss non-finite", "scale"], rows))
-        if plugin:
-            counts = [(i, plugin.engine.counts(o)) for i, o in enumerate(trainer.optimizers)]
-            rows = [[f"optimizer {i}", *(c[outcome] for outcome in Outcome)] for i, c in counts]
-            parts.append("<h2>Steps</h2>" + _table(["", *(o.value for o in Outcome)], rows))
-        rows = [[n, f"{zeros / max(1, count):.2%}"] for n, (zeros, count) in self._zeros.items()]
-        parts.append("<h2>Gradient elements that are zero (a sample)</h2>" + _table(["", "share"], rows))
-        times = sorted(self._times)
-        middle, slow = times[len(times) // 2] * 1e3, times[int(len(times) * 0.95)] * 1e3
-        parts.append(
-            f"<h2>Time</h2><p>{len(times)} batches; half of them took less than {middle:.1f} ms, 95 % less than "
-            f"{slow:.1f} ms.</p>"
-        )
-        parts.append("<h2>Weights</h2>" + _table(["module", "class", "dtype"], [list(row) for row in self._dtypes]))
-        title = "<!doctype html><meta charset='utf-8'><title>Mixed precision report</title>"
-        return f"{title}<style>{_STYLE}</style>{''.join(parts)}\n"
+        if plugin is not None:
+            counts = [plugin.engine.counts(optimizer) for optimizer in trainer.optimizers]
+            self._record.take(plugin.read_accounts([])[0])
+            self._record.steps = dict(zip(self._names, counts, strict=True))
+        file = self.path(trainer)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page(self._record, *_level(trainer)), encoding="utf-8")
+        rank_zero_info(f"AmpReport: open {file}")
 
-    def _plot(self) -> bytes:
-        from matplotlib.figure import Figure  # no pyplot: it would keep the figure, and choose a backend
-
-        figure = Figure(figsize=(9, 3.2), layout="constrained")
-        axes = figure.subplots()
-        for name, points in self._scales.items():
-            (line,) = axes.step(*zip(*points, strict=True), where="post", label=name, linewidth=1.6)
-            skips = self._overflows.get(name)
-            if skips:
-                axes.plot(
-                    *zip(*skips, strict=True), "x", color=line.get_color(), markersize=7, label=f"{name} overflowed"
-                )
-        axes.set_yscale("log", base=2)
-        axes.set_xlabel("batch")
-        axes.set_ylabel("loss scale")
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=8, ncols=2)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=130)
-        return buffer.getvalue()
+    def _unhook(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
 
 
-def _table(heads: list[str], rows: list[list[Any]]) -> str:
-    head = "".join(f"<th>{html.escape(h)}</th>" for h in heads)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+def _level(trainer: "pl.Trainer") -> tuple[str, str]:
+    """Returns what the training ran in, in a word and in full."""
+    plugin = trainer.precision_plugin
+    if not isinstance(plugin, AmpPrecision):
+        return str(trainer.precision), f"{trainer.precision}: Lightning's own precision; no loss scales to show"
+    config = plugin.config
+    half = str(config.dtype).removeprefix("torch.")
+    return config.opt_level if config.passive else f"{config.opt_level} {half}", config.describe()

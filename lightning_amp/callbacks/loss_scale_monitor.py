@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_amp.callbacks.trainers import active_plugin, logger_step
+from lightning_amp.callbacks.trainers import active_plugin, batches_begun, logger_step
 from lightning_amp.outcomes import Outcome
 
 
 class LossScaleMonitor(Callback):
     """Logs, every so many batches: ``amp/scale/<loss>``, ``amp/overflows/<loss>``, ``amp/skipped/<optimizer>``,
-    ``amp/steps/<optimizer>`` and ``amp/grad_norm/<optimizer>``, the norm of the gradients a step was about to use.
+    ``amp/steps/<optimizer>`` and ``amp/grad_norm/<optimizer>``, the norm of the gradients a step was about to use
+    (before a `GradientClipping` that stands after it in the list of callbacks).
 
     Everything goes to all loggers and to ``trainer.callback_metrics``; the lowest scale and the skips in all stand on
     the progress bar. A logged batch costs one host copy, the others none.
@@ -37,12 +38,11 @@ class LossScaleMonitor(Callback):
             raise ValueError(f"every_n_batches={every_n_batches!r} cannot be used. Use at least 1, or None.")
         self.every_n_batches = every_n_batches
         self.prefix = prefix
-        self._batches = 0
         self._norms: dict[int, Tensor] = {}
 
     def _is_due(self, trainer: "pl.Trainer") -> bool:
         every: int = self.every_n_batches or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return (self._batches + 1) % every == 0
+        return batches_begun(trainer) % every == 0
 
     @override
     def on_before_optimizer_step(
@@ -54,9 +54,8 @@ class LossScaleMonitor(Callback):
 
     @override
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
-        due, self._batches = self._is_due(trainer), self._batches + 1
         plugin = active_plugin(trainer)
-        if plugin is None or not due:
+        if plugin is None or not self._is_due(trainer):
             return
         values: dict[str, float] = {}
         accounts, norms = plugin.read_accounts(list(self._norms.values()))

@@ -1,5 +1,7 @@
 """`NonFiniteReport`: on a skipped step, says what was non-finite first, and can look for the module it came from."""
 
+import inspect
+import warnings
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,9 +13,16 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_amp.callbacks.rehearsal import floating_buffers, rehearsal, write_buffers
+from lightning_amp.callbacks.rehearsal import (
+    floating_buffers,
+    random_states,
+    rehearsal,
+    set_random_states,
+    write_buffers,
+)
 from lightning_amp.callbacks.trainers import active_plugin
 from lightning_amp.outcomes import Outcome
+from lightning_amp.precision import AmpPrecision
 
 
 class NonFiniteReport(Callback):
@@ -21,10 +30,11 @@ class NonFiniteReport(Callback):
 
     Args:
         locate: Whether the batch is run again with hooks, to find the first module whose output was non-finite. Its
-            random numbers are the same, and nothing of it stays: gradients, buffers and steps are as they were.
+            random numbers are the same, and nothing of it stays: gradients, buffers and steps are as they were. With
+            several processes each looks at its own batch, and one whose batch was bad warns beside the first.
         restore_buffers: Whether buffers (BatchNorm's running statistics) get back the values from before a batch that
             skipped a step. Costs a copy of the floating buffers each batch.
-        limit: Reports at the most.
+        limit: Reports at the most. A few skips at the start are normal: that is how a scale finds its height.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -37,13 +47,13 @@ class NonFiniteReport(Callback):
         self.limit = limit
         self.reports: list[str] = []
         self._skips: list[int] = []
-        self._rng: Tensor | None = None
+        self._random: dict[torch.device, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
 
     @override
     def on_train_batch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
         if self.locate:
-            self._rng = torch.get_rng_state()
+            self._random = random_states(pl_module.device)
         if self.restore_buffers:
             self._buffers = floating_buffers(pl_module)
 
@@ -60,44 +70,53 @@ class NonFiniteReport(Callback):
         if not skipped:
             return
         if len(self.reports) < self.limit:
-            self.reports.append(self._report(trainer, pl_module, skipped, batch, batch_idx))
-            rank_zero_warn(self.reports[-1])
+            self._report(trainer, pl_module, plugin, skipped, batch, batch_idx)
         if self.restore_buffers:
             write_buffers(pl_module, self._buffers)
 
     def _report(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", skipped: list[int], batch: Any, batch_idx: int
-    ) -> str:
-        plugin = active_plugin(trainer)
-        assert plugin is not None
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        plugin: AmpPrecision,
+        skipped: list[int],
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
         who = " and ".join(f"optimizer {i}" for i in skipped)
         lines = [f"Batch {batch_idx}: {who} skipped a step.", *plugin.engine.causes()]
         touched = [n for n, b in floating_buffers(pl_module).items() if not torch.isfinite(b).all()]
         if touched:
             cure = "they get back their values" if self.restore_buffers else "restore_buffers=True would put them back"
             lines.append(f"Non-finite buffers: {', '.join(touched)}; {cure}.")
-        if self.locate:
-            found = self._locate(trainer, pl_module, batch, batch_idx)
+        found = self._locate(pl_module, plugin, batch, batch_idx) if self.locate else None
+        if found:
+            lines.append(f"Run again, the first non-finite output came from {found}.")
+        elif self.locate:
+            elsewhere = "" if trainer.world_size == 1 else ", or in another process"
             lines.append(
-                f"Run again, the first non-finite output came from {found}."
-                if found
-                else "Run again, every module's output was finite: the overflow is in the backward pass."
+                f"Run again, every module's output was finite: the overflow is in the backward pass{elsewhere}."
             )
-        return "\n  ".join(lines)
+        if len(self.reports) + 1 == self.limit:
+            lines.append(f"That was report {self.limit} of limit={self.limit}; later skips are only counted.")
+        self.reports.append("\n  ".join(lines))
+        if trainer.is_global_zero:
+            rank_zero_warn(self.reports[-1])
+        elif found:  # the other processes' batches were other ones, so that only this one knows
+            warnings.warn(f"Process {trainer.global_rank}: {self.reports[-1]}", stacklevel=2)
 
-    def _locate(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int) -> str | None:
-        plugin = active_plugin(trainer)
-        assert plugin is not None
+    def _locate(self, pl_module: "pl.LightningModule", plugin: AmpPrecision, batch: Any, batch_idx: int) -> str | None:
         found: list[str] = []
         with ExitStack() as stack:
             stack.enter_context(rehearsal(plugin, pl_module))
-            if self._rng is not None:
-                torch.set_rng_state(self._rng)
+            set_random_states(self._random)
             for name, module in pl_module.named_modules():
                 if module is not pl_module:
                     stack.callback(module.register_forward_hook(_watch(name, found)).remove)
             with plugin.train_step_context():
-                pl_module.training_step(batch, batch_idx)
+                # Lightning, too, allows a step that does not take the index.
+                takes_index = len(inspect.signature(pl_module.training_step).parameters) > 1
+                pl_module.training_step(batch, *([batch_idx] if takes_index else []))
         return found[0] if found else None
 
     @override

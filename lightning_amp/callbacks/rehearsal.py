@@ -50,12 +50,37 @@ def write_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
                 buffer.copy_(values[name])
 
 
+def random_states(device: torch.device) -> dict[torch.device, Tensor]:
+    """Returns the states of torch's random numbers, those of the CPU and of ``device``.
+
+    Args:
+        device: Where a module runs.
+    """
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    if device.type == "cuda":
+        states[device] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(states: dict[torch.device, Tensor]) -> None:
+    """Takes over what `random_states` gave.
+
+    Args:
+        states: From `random_states`.
+    """
+    for device, state in states.items():
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+
+
 @contextmanager
 def rehearsal(plugin: AmpPrecision, module: "pl.LightningModule") -> Iterator[None]:
     """Makes a training step harmless inside the block: run it to watch its forward passes.
 
     Backward passes, clips and steps do nothing, and Lightning counts none. Gradients, buffers, schedulers, what was
-    logged and the CPU's random numbers are afterwards as they were. For use outside Lightning's own call of the step.
+    logged and torch's random numbers are afterwards as they were. For use outside Lightning's own call of the step.
 
     Args:
         plugin: The trainer's plugin.
@@ -71,12 +96,13 @@ def rehearsal(plugin: AmpPrecision, module: "pl.LightningModule") -> Iterator[No
         config.scheduler = _Still(config.scheduler)  # type: ignore[assignment]
     muted = {"log": lambda *_, **__: None, "log_dict": lambda *_, **__: None}
     module.__dict__.update(muted)
+    random = random_states(module.device)
     plugin.rehearsing = True
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield
     finally:
         plugin.rehearsing = False
+        set_random_states(random)
         for name in muted:
             del module.__dict__[name]
         for config, scheduler in zip(configs, schedulers, strict=True):
