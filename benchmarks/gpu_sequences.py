@@ -64,7 +64,7 @@ def _our_step(setting: Setting, shapes: list[Shape], clip: float | None, adam: d
     def step() -> None:
         for p in params:
             p.grad = None
-        with engine.scaled_loss(loss):
+        with engine.scaled_loss(loss, at_once=True):
             for p, g in zip(params, grads, strict=True):
                 p.grad = g
         if clip is not None:

@@ -104,7 +104,7 @@ def count_step(
         loss = torch.empty((), device="cuda")
 
         def backward() -> None:
-            with engine.scaled_loss(loss):
+            with engine.scaled_loss(loss, at_once=True):
                 for p in params:
                     p.grad = torch.empty_like(p)
 

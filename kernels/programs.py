@@ -1,6 +1,7 @@
 """Programs: for each kernel, how the plan of a launch is made from the facts about its lists."""
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -44,19 +45,62 @@ def _bytes(listed: Tables) -> int:
     return sum(n * _size(kind) for n, kind in zip(listed.elements, listed.kinds, strict=True))
 
 
+class Numbers(NamedTuple):
+    """A scaler's rule as the kernels take it."""
+
+    values: tuple[float, ...]
+    excuse_loss: bool
+    dynamic: bool
+
+    @staticmethod
+    @lru_cache
+    def of(rule: ScaleRule) -> "Numbers":
+        """Returns the numbers of ``rule``."""
+        values = (
+            float(rule.growth_factor),
+            float(rule.backoff_factor),
+            float(rule.growth_interval),
+            float(rule.min_scale),
+            float(rule.max_scale),
+            float(rule.hysteresis),
+        )
+        return Numbers(values, rule.excuse_loss, rule.dynamic)
+
+
+class Move(NamedTuple):
+    """A scaler that the last program of a collect moves on.
+
+    Attributes:
+        state: Its state.
+        loss: The loss, one value, or None where it is not to be looked at.
+        rule: How it moves.
+    """
+
+    state: Tensor
+    loss: Tensor | None
+    rule: ScaleRule
+
+
 class CollectPlan:
-    """``out = [out +] new * inv_scale``.
+    """``out = [out +] new * inv_scale``, and the move of the scaler.
 
     Args:
         source: The new gradients.
         target: Where the results go; ``source`` itself where all stay in place.
         added: For each whether it is added to what is there, None for none.
         scaled: Whether it is multiplied.
+        move: The scaler to move on, None for none.
         like: Any of the tensors.
     """
 
     def __init__(
-        self, source: Listing, target: Listing, added: tuple[bool, ...] | None, scaled: bool, like: Tensor
+        self,
+        source: Listing,
+        target: Listing,
+        added: tuple[bool, ...] | None,
+        scaled: bool,
+        move: Move | None,
+        like: Tensor,
     ) -> None:
         write = scaled or target is not source
 
@@ -70,24 +114,52 @@ class CollectPlan:
 
         self._tables = tables.build(source.facts, source.place, like, kind)
         self.rest = self._tables.rest
+        self.moves = move is not None and not self.rest
+        """Whether the scaler is moved on: only where every gradient is among those that the kernel looks at."""
+        numbers = Numbers((0.0,) * 6, False, False) if move is None else Numbers.of(move.rule)
+        self._numbers = numbers.values
+        self._ticket = like.new_zeros(1, dtype=torch.int32)
         self._launch = Launcher(
             collect_kernel,
             source.place.device,
-            self._tables.programs,
+            max(self._tables.programs, 1) if self.moves else self._tables.programs,
             sum(
                 n * (_size(new) + _size(out) * (bool(flags & ADD) + bool(flags & WRITE)))
                 for n, (new, out, flags) in zip(self._tables.elements, self._tables.kinds, strict=True)
             ),
+            MOVE=self.moves,
+            LOOK_AT_LOSS=move is not None and move.loss is not None,
+            EXCUSE_LOSS=numbers.excuse_loss,
+            DYNAMIC=numbers.dynamic,
             KINDS=self._tables.kinds,
             BLOCK=CHUNK,
         )
 
     def launch(
-        self, source: Listing, target: Listing, inv_scale: Tensor | None, first_bad: Tensor, offset: int
+        self,
+        source: Listing,
+        target: Listing,
+        inv_scale: Tensor | None,
+        first_bad: Tensor,
+        offset: int,
+        move: Move | None,
     ) -> None:
         """Launches the kernel for lists with the plan's facts."""
         factor = first_bad if inv_scale is None else inv_scale
-        self._launch(self._tables.chunks, self._tables.sizes, source.row, target.row, factor, first_bad, offset)
+        state, loss = (first_bad, None) if move is None else (move.state, move.loss)
+        self._launch(
+            self._tables.chunks,
+            self._tables.sizes,
+            source.row,
+            target.row,
+            factor,
+            first_bad,
+            offset,
+            self._ticket,
+            state,
+            first_bad if loss is None else loss,
+            *self._numbers,
+        )
 
 
 class ReadPlan:
@@ -169,22 +241,16 @@ class UpdatePlan:
     """The move of a scaler's state by one rule."""
 
     def __init__(self, place: Place, rule: ScaleRule, look_at_loss: bool) -> None:
-        self._numbers = (
-            float(rule.growth_factor),
-            float(rule.backoff_factor),
-            float(rule.growth_interval),
-            float(rule.min_scale),
-            float(rule.max_scale),
-            float(rule.hysteresis),
-        )
+        numbers = Numbers.of(rule)
+        self._numbers = numbers.values
         self._launch = Launcher(
             update_kernel,
             place.device,
             1,
             warps=1,
             LOOK_AT_LOSS=look_at_loss,
-            EXCUSE_LOSS=rule.excuse_loss,
-            DYNAMIC=rule.dynamic,
+            EXCUSE_LOSS=numbers.excuse_loss,
+            DYNAMIC=numbers.dynamic,
         )
 
     def launch(self, state: Tensor, first_bad: Tensor, loss: Tensor | None) -> None:

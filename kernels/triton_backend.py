@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version  # the kernels write behind a
 
 from lightning_amp.kernels import reference
 from lightning_amp.kernels.plans import Listing, Place, listed, planned
-from lightning_amp.kernels.programs import ClipPlan, CollectPlan, ReadPlan, UpdatePlan, WeightsPlan
+from lightning_amp.kernels.programs import ClipPlan, CollectPlan, Move, ReadPlan, UpdatePlan, WeightsPlan
 from lightning_amp.kernels.reference import HALF_DTYPES, Reading
 from lightning_amp.kernels.scale_rule import ScaleRule
 
@@ -34,20 +34,54 @@ def collect(
     in_place: bool = True,
 ) -> list[Tensor]:
     """See `lightning_amp.kernels.reference.collect`; a ``new`` that is added to an ``into`` is left as it is."""
-    if not new:
-        return []
-    new = list(new)
+    return _collect(list(new), into, inv_scale, first_bad, offset, widen, in_place, None)[0] if new else []
+
+
+def collect_and_update(
+    new: Sequence[Tensor],
+    into: Sequence[Tensor | None],
+    inv_scale: Tensor | None,
+    first_bad: Tensor,
+    state: Tensor,
+    loss: Tensor | None,
+    rule: ScaleRule,
+    *,
+    widen: bool = True,
+    in_place: bool = True,
+) -> list[Tensor]:
+    """See `lightning_amp.kernels.reference.collect_and_update`; one launch does both."""
+    out, moved = list(new), False
+    if out:
+        move = Move(state, _one_loss(loss, state), rule)
+        out, moved = _collect(out, into, inv_scale, first_bad, 0, widen, in_place, move)
+    if not moved:
+        update(state, first_bad, loss, rule)
+    return out
+
+
+def _collect(
+    new: list[Tensor],
+    into: Sequence[Tensor | None],
+    inv_scale: Tensor | None,
+    first_bad: Tensor,
+    offset: int,
+    widen: bool,
+    in_place: bool,
+    move: Move | None,
+) -> tuple[list[Tensor], bool]:
+    """Returns the true gradients, and whether the scaler has been moved on."""
     source = listed(new)
     added = None if all(map(is_, into, repeat(None))) else tuple(old is not None for old in into)
     if added is None and in_place and not (widen and not source.facts.kinds.isdisjoint(HALF_DTYPES)):
-        out, target = list(new), source
+        out, target = new, source
     else:
         out = [_home(g, old, widen, in_place) for g, old in zip(new, into, strict=True)]
         target = listed(out)
     scaled = inv_scale is not None
-    key = ("collect", source.place, source.facts, target.facts, target is source, added, scaled)
-    plan = planned(key, source.place, lambda: CollectPlan(source, target, added, scaled, new[0]))
-    plan.launch(source, target, inv_scale, first_bad, offset)
+    moving = move and (move.rule, move.loss is not None and move.loss.dtype)
+    key = ("collect", source.place, source.facts, target.facts, target is source, added, scaled, moving)
+    plan = planned(key, source.place, lambda: CollectPlan(source, target, added, scaled, move, new[0]))
+    plan.launch(source, target, inv_scale, first_bad, offset, move)
     if target is not source:
         written = [t for t, g, old in zip(out, new, into, strict=True) if t is g or t is old]
         increment_version(written)
@@ -57,7 +91,7 @@ def collect(
         (out[i],) = reference.collect(
             new[i : i + 1], into[i : i + 1], inv_scale, first_bad, offset=offset + i, widen=widen, in_place=in_place
         )
-    return out
+    return out, plan.moves
 
 
 def _home(new: Tensor, old: Tensor | None, widen: bool, in_place: bool) -> Tensor:
@@ -153,12 +187,17 @@ def _weights(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> WeightsPlan
 
 def update(state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRule) -> None:
     """See `lightning_amp.kernels.reference.update`."""
-    if loss is not None:
-        if loss.device != state.device:
-            loss = loss.to(state.device)
-        if loss.numel() != 1:
-            loss = torch.where(torch.isfinite(loss).all(), 0.0, float("nan"))
+    loss = _one_loss(loss, state)
     place = Place.of(state)
     dtype = None if loss is None else loss.dtype
     plan = planned(("update", place, rule, dtype), place, lambda: UpdatePlan(place, rule, loss is not None))
     plan.launch(state, first_bad, loss)
+
+
+def _one_loss(loss: Tensor | None, state: Tensor) -> Tensor | None:
+    """Returns one value on the device of ``state`` that is finite where all of ``loss`` is."""
+    if loss is None:
+        return None
+    if loss.device != state.device:
+        loss = loss.to(state.device)
+    return loss if loss.numel() == 1 else torch.where(torch.isfinite(loss).all(), 0.0, float("nan"))

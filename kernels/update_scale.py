@@ -10,8 +10,8 @@ from lightning_amp.kernels.tiles import widen
 _NONE: tl.constexpr = tl.constexpr(FIRST_BAD_NONE)
 
 
-@triton.jit(do_not_specialize_on_alignment=["state", "first_bad", "loss"])
-def update_kernel(
+@triton.jit
+def move(
     state,
     first_bad,
     loss,
@@ -25,11 +25,11 @@ def update_kernel(
     EXCUSE_LOSS: tl.constexpr,
     DYNAMIC: tl.constexpr,
 ):
-    """Moves the state on by one backward pass and clears ``first_bad``.
+    """Moves the state on by one backward pass and clears ``first_bad``; for the only program, or the last.
 
     Args:
         state: float32 ``[10]``, the fields of `ScaleState` in their order.
-        first_bad: int32.
+        first_bad: int32; read past the L1 cache, since other programs of the launch may have lowered it.
         loss: One floating value, any type.
         growth_factor: float32, and so all that follow: the fields of `ScaleRule`.
         backoff_factor: See there.
@@ -41,7 +41,7 @@ def update_kernel(
         EXCUSE_LOSS: See `ScaleRule`.
         DYNAMIC: See `ScaleRule`.
     """
-    bad = tl.load(first_bad)
+    bad = tl.load(first_bad, cache_modifier=".cg")
     scale = tl.load(state)
     clean = tl.load(state + 2)
     hysteresis = tl.load(state + 3)
@@ -77,3 +77,35 @@ def update_kernel(
     tl.store(state + 8, tl.maximum(tl.load(state + 8), scale))
     tl.store(state + 9, tl.where(overflow, bad.to(tl.float32), tl.load(state + 9)))
     tl.store(first_bad, _NONE)
+
+
+@triton.jit(do_not_specialize_on_alignment=["state", "first_bad", "loss"])
+def update_kernel(
+    state,
+    first_bad,
+    loss,
+    growth_factor,
+    backoff_factor,
+    growth_interval,
+    min_scale,
+    max_scale,
+    full_hysteresis,
+    LOOK_AT_LOSS: tl.constexpr,
+    EXCUSE_LOSS: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+):
+    """Moves the state on where there is nothing to collect; see `move`."""
+    move(
+        state,
+        first_bad,
+        loss,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        min_scale,
+        max_scale,
+        full_hysteresis,
+        LOOK_AT_LOSS,
+        EXCUSE_LOSS,
+        DYNAMIC,
+    )

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp import checkpoint, kernels, scaler_choice
+from lightning_amp import checkpoint, scaler_choice
 from lightning_amp.alarm import Alarm
 from lightning_amp.autocast import no_autocast
 from lightning_amp.awaited_backward import AwaitedBackward
 from lightning_amp.gradients import Gradients, dense_values
-from lightning_amp.kernels.reference import Reading
+from lightning_amp.kernels.devices import Backends
 from lightning_amp.liability import Liability
 from lightning_amp.loss_scaler import GRAD_KEY, LossScaler, LossScalers
 from lightning_amp.master_weights import MasterWeights
@@ -78,7 +78,7 @@ class Engine:
         self._modules = modules
         self._num_losses = num_losses
         self._device = device
-        self._backend = kernels.backend(device)
+        self._backends = Backends()
         self._distributed = distributed
         self._steppers = [Stepper(o, self.masters, f"optimizer {i}") for i, o in enumerate(self.optimizers)]
         widen = config.master_weights or config.cast_model_type is None
@@ -316,16 +316,10 @@ class Engine:
         return params, [p.grad for p in params if p.grad is not None]
 
     def _norm(self, grads: list[Tensor]) -> Tensor:
-        values = dense_values(grads)
-        reading: Reading = kernels.backend(values[0].device).read(values)
-        return reading.norm
+        return self._backends.read(dense_values(grads)).norm
 
     def _found_inf(self, grads: list[Tensor]) -> Tensor:
-        values = dense_values(grads)
-        device = values[0].device
-        backend = self._backend if device == self._device else kernels.backend(device)
-        found: Tensor = backend.found_inf(values)
-        return found
+        return self._backends.found_inf(dense_values(grads))
 
     def norm(self, optimizer: Any) -> Tensor:
         """Returns the total 2-norm of an optimizer's true gradients: 0-dim float32, no host synchronisation.
@@ -357,8 +351,7 @@ class Engine:
         if not grads:
             return
         with torch.no_grad(), no_autocast(self._device.type):
-            values = dense_values(grads)
-            reading = kernels.backend(values[0].device).read_and_clip(values, algorithm, float(value))
+            reading = self._backends.read_and_clip(dense_values(grads), algorithm, float(value))
         self._known[index] = Known(grads, reading)
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

@@ -108,6 +108,36 @@ class LossScaler:
         self.attempts += 1
         self.version += 1
 
+    def collect(
+        self,
+        new: list[Tensor],
+        into: list[Tensor | None],
+        inv_scale: Tensor | None,
+        loss: Tensor | None,
+        *,
+        widen: bool,
+        in_place: bool,
+    ) -> list[Tensor]:
+        """Collects the gradients of a backward pass, on this scaler's device, and moves the state on as `update` does.
+
+        Args:
+            new: See `lightning_amp.kernels.reference.collect`; may be empty.
+            into: See there.
+            inv_scale: See there.
+            loss: See `update`.
+            widen: See `lightning_amp.kernels.reference.collect`.
+            in_place: See there.
+
+        Returns:
+            The true gradients.
+        """
+        out: list[Tensor] = self.backend.collect_and_update(
+            new, into, inv_scale, self.first_bad, self.state, loss, self.rule, widen=widen, in_place=in_place
+        )
+        self.attempts += 1
+        self.version += 1
+        return out
+
     @property
     def overflowed(self) -> Tensor:
         """Whether the pass that moved it on last overflowed: 1.0 or 0.0, 0-dim float32; no host synchronisation."""

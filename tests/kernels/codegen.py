@@ -120,6 +120,15 @@ def _collect(
     return call
 
 
+def _collect_and_update(*dtypes: torch.dtype) -> Callable[[], object]:
+    def call() -> object:
+        grads, state = _grads(list(dtypes)), torch.empty(10, device="cuda")
+        first_bad, loss = torch.empty((), device="cuda", dtype=torch.int32), torch.empty((), device="cuda")
+        return ops.collect_and_update(grads, [None] * len(grads), state[1], first_bad, state, loss, ScaleRule())
+
+    return call
+
+
 def _weights(dtype: torch.dtype, name: str) -> Callable[[], object]:
     return lambda: getattr(ops, name)(_grads([dtype]), _grads([torch.float32]))
 
@@ -138,6 +147,8 @@ CALLS: dict[str, tuple[Callable[[], object], int, int]] = {
     "collect f16": (_collect(f16, widen=False), 2, 2),
     "collect bf16": (_collect(bf16, widen=False), 2, 2),
     "collect f64": (_collect(f64), 8, 8),
+    "collect f32, update": (_collect_and_update(f32), 4, 4),
+    "collect f16 -> f32 and f32, update": (_collect_and_update(f16, f32), 4, 8),
     "read f32": (lambda: ops.read(_grads([f32])), 4, 0),
     "read f16": (lambda: ops.read(_grads([f16])), 2, 0),
     "read bf16 and f32": (lambda: ops.read(_grads([bf16, f32])), 6, 0),

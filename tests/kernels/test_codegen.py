@@ -73,16 +73,29 @@ def test_a_wrong_idiom_is_seen(kernel: Any, is_wide: bool) -> None:
     assert found == ([] if is_wide else ["0 wide loads and 0 wide stores, not 4 and 4"])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_last_program_sees_what_all_others_found(architecture: int) -> None:
-    # One thread stores the partial and then draws the ticket, acquiring and releasing; the L1 cache is passed by.
-    ptx = compiled(launches()["read f32"], architecture).asm["ptx"]
+def events(name: str, architecture: int) -> tuple[list[tuple[str, str]], tuple[str, str], list[tuple[str, str]]]:
+    """Returns what a program does to global memory, as (predicate, instruction): before, with, after its ticket."""
+    ptx = compiled(launches()[name], architecture).asm["ptx"]
     names = r"st\.global\.b32|bar\.sync|atom\.global[\w.]*|ld\.global[\w.]*"
-    events = re.findall(rf"(?:@(%p\d+) )?({names})", ptx)
-    (ticket,) = (i for i, (_, name) in enumerate(events) if name == "atom.global.gpu.acq_rel.add.u32")
-    thread = events[ticket][0]
-    assert events[ticket - 2 : ticket] == [(thread, "st.global.b32"), ("", "bar.sync")]
-    assert "ld.global.b32" not in {name for _, name in events[ticket:]}
+    found = re.findall(rf"(?:@(%p\d+) )?({names})", ptx)
+    (ticket,) = (i for i, (_, name) in enumerate(found) if name == "atom.global.gpu.acq_rel.add.u32")
+    return found[:ticket], found[ticket], found[ticket + 1 :]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_last_program_sees_what_all_others_read(architecture: int) -> None:
+    # One thread stores the partial and then draws the ticket, acquiring and releasing; the L1 cache is passed by.
+    before, (thread, _), after = events("read f32", architecture)
+    assert before[-2:] == [(thread, "st.global.b32"), ("", "bar.sync")]
+    assert "ld.global.b32" not in {name for _, name in after}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_last_program_sees_what_all_others_collected(architecture: int) -> None:
+    # All threads have done with the old scale before the ticket is drawn; the index is read past the L1 cache.
+    before, _, after = events("collect f32, update", architecture)
+    assert [name for _, name in before[-2:]] == ["atom.global.gpu.acq_rel.min.s32", "bar.sync"]
+    assert next(name for _, name in after if name.startswith("ld.")) == "ld.global.cg.b32"
 
 
 def test_what_spills_or_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

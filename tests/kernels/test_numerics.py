@@ -3,6 +3,7 @@
 The file runs as it stands with the reference, and once more in Triton's interpreter (see test_interpreter.py).
 """
 
+import copy
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -387,21 +388,61 @@ RULES = (
 )
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_update_follows_the_rule(rule: ScaleRule) -> None:
+def test_update_follows_the_rule(rule: ScaleRule, together: bool) -> None:
     chance = random.Random(0)
     vector = torch.zeros(2, 11)[1, 1:]  # as a row of a larger table: not aligned
     vector.copy_(torch.tensor(initial_state(2.0**16, rule)))
     bad = first_bad()
     for _ in range(40):
         index = chance.choice([FIRST_BAD_NONE, FIRST_BAD_NONE, 0, 7])
-        loss = chance.choice([None, 1.0, 1.0, math.nan, math.inf])
+        value = chance.choice([None, 1.0, 1.0, math.nan, math.inf])
+        loss = None if value is None else torch.tensor(value)
         state = ScaleState(*vector.tolist())
-        wanted = next_state(state, index, loss is None or math.isfinite(loss), rule)
-        bad.fill_(index)
-        ops.update(vector, bad, None if loss is None else torch.tensor(loss), rule)
+        wanted = next_state(state, index, value is None or math.isfinite(value), rule)
+        if together:
+            grads = [torch.full((3,), math.inf if i == index else 1.0) for i in range(8)]
+            out = ops.collect_and_update(grads, [None] * 8, vector[1], bad, vector, loss, rule)
+            assert out[1].tolist() == [state.inv_scale] * 3  # the old scale's, although the new one is there by now
+        else:
+            bad.fill_(index)
+            ops.update(vector, bad, loss, rule)
         torch.testing.assert_close(vector, torch.tensor(wanted), rtol=2e-7, atol=0)
         assert bad.item() == FIRST_BAD_NONE
+
+
+@pytest.mark.parametrize("kind", ["none", "empty", "ragged", "half", "added", "layouts", "not dense"])
+def test_collect_and_update_is_both(kind: str) -> None:
+    new = {
+        "none": [],
+        "empty": draw((0, 0), torch.float32),
+        "ragged": draw((2050, 1, 0, 4097), torch.float32),
+        "half": draw((2050, 7), torch.float16) + draw((9,), torch.float32),
+        "added": draw((2050, 7), torch.float16),
+        "layouts": [torch.randn(()), torch.randn(40, 30).t(), torch.randn(7)],
+        "not dense": [torch.randn(7), torch.randn(20, 60)[:, ::2]],
+    }[kind]
+    loss, rule = torch.tensor(2.0), ScaleRule()
+    for value in (1.0, *BAD):
+        results = []
+        for together in (True, False):
+            grads = copy.deepcopy(new)  # strides and all
+            for g in grads[-1:]:
+                g[..., -1:] *= value
+            into = [torch.ones(g.shape) if kind == "added" else None for g in new]
+            state, bad = torch.tensor(initial_state(96.0, rule)), first_bad()
+            if together:
+                out = ops.collect_and_update(grads, into, state[1], bad, state, loss, rule)
+            else:
+                out = ops.collect(grads, into, state[1], bad) if grads else []
+                ops.update(state, bad, loss, rule)
+            assert bad.item() == FIRST_BAD_NONE
+            results.append((out, state))
+        check(results[0][0], doubles(results[1][0]))
+        assert results[0][1].tolist() == results[1][1].tolist()
+        found = bool(new) and new[-1].numel() > 0 and not math.isfinite(value)
+        assert results[0][1][0].item() == (48.0 if found else 96.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

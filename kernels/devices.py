@@ -1,0 +1,113 @@
+"""Lists whose tensors live on several devices: one call a device; what there is one of is on the first."""
+
+from itertools import repeat
+from operator import attrgetter, is_
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from lightning_amp import kernels
+from lightning_amp.kernels.reference import Reading
+
+_layout = attrgetter("layout")
+
+# The call with which torch's optimizers sort their lists: one for the whole of it, and nothing public does that.
+_kinds = torch._C._group_tensors_by_device_and_dtype
+
+
+def makes_a_list(tensors: list[Tensor], device: torch.device) -> bool:
+    """Tells whether all of ``tensors`` are on ``device``, and are what the functions over lists take: dense and real.
+
+    Args:
+        tensors: Any tensors.
+        device: The device, with its index.
+
+    Example:
+        >>> makes_a_list([torch.zeros(2), torch.zeros(3)], torch.device("cpu"))
+        True
+    """
+    if not tensors:
+        return True
+    for there, dtype in _kinds([tensors], False):
+        if there != device or dtype.is_complex:
+            return False
+    return all(map(is_, map(_layout, tensors), repeat(torch.strided)))
+
+
+def by_device(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Returns the tensors of each device, in the order in which the devices occur; one list where there is one device.
+
+    Args:
+        tensors: Any tensors, at least one.
+    """
+    kinds = _kinds([tensors], False)
+    if len(kinds) == 1 or len({device for device, _ in kinds}) == 1:
+        return [tensors]
+    groups: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return list(groups.values())
+
+
+class Backends(dict[torch.device, ModuleType]):
+    """The backend of each device, looked up once, and reads of gradients that live on any number of them."""
+
+    def __missing__(self, device: torch.device) -> ModuleType:
+        self[device] = kernels.backend(device)
+        return self[device]
+
+    def read(self, grads: list[Tensor]) -> Reading:
+        """Returns the norm of all gradients, and whether any value is non-finite; no synchronisation between GPUs.
+
+        Args:
+            grads: See `lightning_amp.kernels.reference.read`.
+        """
+        first, *others = by_device(grads)
+        reading: Reading = self[first[0].device].read(first)
+        return _total([reading, *[self[group[0].device].read(group) for group in others]]) if others else reading
+
+    def found_inf(self, grads: list[Tensor]) -> Tensor:
+        """Tells whether any value is non-finite; no synchronisation between GPUs.
+
+        Args:
+            grads: See `lightning_amp.kernels.reference.found_inf`.
+        """
+        first, *others = by_device(grads)
+        found: Tensor = self[first[0].device].found_inf(first)
+        return _most([found, *[self[group[0].device].found_inf(group) for group in others]]) if others else found
+
+    def read_and_clip(self, grads: list[Tensor], algorithm: str, bound: float) -> Reading:
+        """Reads gradients, then clips them by what they are together.
+
+        Args:
+            grads: See `lightning_amp.kernels.reference.read_and_clip`.
+            algorithm: See there.
+            bound: See there.
+
+        Returns:
+            The reading from before the clip.
+        """
+        groups = by_device(grads)
+        if len(groups) == 1:
+            reading: Reading = self[grads[0].device].read_and_clip(grads, algorithm, bound)
+            return reading
+        reading = self.read(grads)
+        for group in groups:
+            device = group[0].device
+            if algorithm == "norm":
+                self[device].clip_norm(group, reading.norm.to(device), bound)
+            else:
+                self[device].clip_value(group, reading.found_inf.to(device), bound)
+        return reading
+
+
+def _most(found: list[Tensor]) -> Tensor:
+    return torch.stack([f.to(found[0].device) for f in found]).amax()
+
+
+def _total(readings: list[Reading]) -> Reading:
+    norm, *others = [r.norm.to(readings[0].norm.device) for r in readings]
+    for other in others:
+        norm = torch.hypot(norm, other)  # which overflows only where the result does
+    return Reading(norm, _most([r.found_inf for r in readings]))
