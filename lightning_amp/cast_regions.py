@@ -23,10 +23,9 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 
 class _Here(threading.local):
-    """What holds in this thread: ambient casts, how often casts are disabled, and the calls of models under way."""
+    """What holds in this thread: how often casts are disabled, and the calls of models under way."""
 
     def __init__(self) -> None:
-        self.ambient = False
         self.disabled = 0
         self.calls: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
 
@@ -34,36 +33,36 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class AmbientCasts:
-    """The casts that hold outside of models: those of the latest training at O1 that has not ended."""
+class AmbientCasts(threading.local):
+    """The casts that hold outside of models: those of this thread's latest training at O1 that has not ended."""
 
     def __init__(self) -> None:
         self._open: list[tuple[weakref.ref[Any], str, torch.dtype]] = []
         self._context = ExitStack()
 
     def add(self, training: Any, device_type: str, dtype: torch.dtype) -> None:
-        """Has the casts of a training hold, from now on and in this thread.
+        """Has the casts of a training hold from now on.
 
         Args:
-            training: Whose they are; held weakly.
+            training: Whose they are, held weakly, until it has ``ended``.
             device_type: As in `torch.autocast`.
             dtype: The half type.
         """
-        _here.ambient = True
         self._open.append((weakref.ref(training), device_type, dtype))
         self._renew()
 
-    def remove(self, training: Any) -> None:
-        """Has them hold no longer."""
-        self._open = [entry for entry in self._open if entry[0]() is not training]
-        self._renew()
+    def review(self) -> None:
+        """Has the casts of trainings that have ended, in whatever thread, or were dropped hold no longer."""
+        alive = [entry for entry in self._open if _lives(entry[0]())]
+        if len(alive) < len(self._open):
+            self._open = alive
+            self._renew()
 
     def prune(self) -> None:
-        """Forgets trainings that were dropped without an end."""
+        """As `review`, and finds those that were dropped."""
         if self._open:
             gc.collect()  # an optimizer and its training hold each other, so that dropping them does not free them
-            self._open = [entry for entry in self._open if entry[0]() is not None]
-            self._renew()
+            self.review()
 
     def _renew(self) -> None:
         self._context.close()
@@ -72,8 +71,13 @@ class AmbientCasts:
             self._context.enter_context(casts(device_type, dtype, cache=False))
 
     def hold(self, device_type: str) -> bool:
-        """Tells whether casts hold on a device type, in this thread."""
-        return _here.ambient and any(entry[1] == device_type for entry in self._open)
+        """Tells whether casts hold on a device type."""
+        self.review()
+        return any(entry[1] == device_type for entry in self._open)
+
+
+def _lives(training: Any) -> bool:
+    return training is not None and not training.ended
 
 
 ambient = AmbientCasts()

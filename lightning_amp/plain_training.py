@@ -259,7 +259,7 @@ class PlainTraining:
             return
         self.ended = True
         self.shown.take_back()
-        ambient.remove(self)
+        ambient.review()
         self._patches.undo()
         for handle in self._handles:
             handle.remove()

@@ -186,6 +186,52 @@ def test_a_model_is_cast_in_other_threads_too() -> None:
     assert dtypes == [torch.float16, torch.float32]
 
 
+def test_trainings_of_several_threads_know_nothing_of_each_other() -> None:
+    """Whichever starts, steps or ends first: each thread's casts begin and end with its own trainings."""
+    meet = threading.Barrier(2, timeout=60)
+    cast: dict[int, list[bool]] = {0: [], 1: []}
+
+    def work(me: int) -> None:
+        for turn in range(2):
+            meet.wait()
+            if me == turn:  # each starts first once, and ends last then
+                models, optimizers = pair()
+            meet.wait()
+            if me != turn:
+                models, optimizers = pair()
+            meet.wait()
+            block(models[0](ONE), optimizers[0])
+            meet.wait()
+            optimizers[0].step()
+            assert models[0].weight.item() == 0.0
+            cast[me].append((ONE @ ONE).dtype is torch.float16)
+            meet.wait()
+            if me != turn:
+                amp.deinitialize(models[0])
+            meet.wait()
+            cast[me].append((ONE @ ONE).dtype is torch.float16)
+            if me == turn:
+                amp.deinitialize(models[0])
+            cast[me].append((ONE @ ONE).dtype is torch.float16)
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cast == {0: [True, True, False, True, False, False], 1: [True, False, False, True, True, False]}
+
+
+def test_casts_that_another_thread_ended_are_gone_with_the_next_call_of_a_model() -> None:
+    models, _ = pair()
+    other = amp.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)
+    thread = threading.Thread(target=lambda: amp.deinitialize(models[0]))
+    thread.start()
+    thread.join()
+    other(ONE)
+    assert (ONE @ ONE).dtype is torch.float32
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_copies_and_pickles_of_a_model_work_while_it_trains_and_afterwards(level: str) -> None:
     models, _ = pair(level)
@@ -204,3 +250,42 @@ def test_a_checkpointed_model_is_cast_again_as_it_was() -> None:
     amp.initialize(net, optimizer, opt_level="O1", verbosity=0, init_scale=SCALE)
     for run in (net, lambda x: net[2](net[1](net[0](x)))):
         block(checkpoint(run, torch.ones(1, 2), use_reentrant=False)[..., 0], optimizer)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_is_cast_like_another() -> None:
+    """In the forward pass and in the gradients, and traced by autograd's compiler, not only captured."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.cell = nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.GRUCell(4, 4)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            x = self.first(x)
+            return [
+                x,
+                self.norm(x),
+                x.sum(0),
+                x.cumsum(0),
+                x**2,
+                x.softmax(-1),
+                self.cell(x),
+                torch.atan2(x, x.float()),
+            ]
+
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(3, 4)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    amp.initialize(net, optimizer, opt_level="O1", verbosity=0, init_scale=SCALE)
+    runs = []
+    for model in (net, torch.compile(net, backend="aot_eager")):
+        optimizer.zero_grad()
+        outs = model(x)
+        block(sum(out.float().square().sum() for out in outs), optimizer)
+        runs.append([*outs, *(p.grad for p in net.parameters())])
+    assert [t.dtype for t in runs[1]] == [t.dtype for t in runs[0]]
+    half = [torch.float16 if i in (0, 6) else torch.float32 for i in range(8)]
+    assert [t.dtype for t in runs[0][:8]] == half
+    for mine, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3)
