@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, Literal
 
 import torch
@@ -78,6 +79,7 @@ def count_step(
     shapes: Sequence[Shape],
     clip: bool,
     optimizer: type = torch.optim.Adam,
+    devices: Sequence[str] = ("cuda:0",),
     **options: Any,
 ) -> StepCount:
     """Counts a later step of one optimizer with one loss; gradients are put where backward would leave them.
@@ -87,10 +89,11 @@ def count_step(
         shapes: Of the parameters.
         clip: Whether the gradients are clipped by norm.
         optimizer: Its class.
+        devices: Where the parameters are, by turns; the scaler is on the first.
         **options: For the optimizer; by default ``fused=True``.
     """
     with FakeTensorMode(), _no_events():
-        params = [nn.Parameter(torch.empty(shape, device="cuda")) for shape in shapes]
+        params = [nn.Parameter(torch.empty(s, device=d)) for s, d in zip(shapes, cycle(devices), strict=False)]
         stepping = optimizer(params, **(options or {"fused": True}))
         for p in params:
             p.grad = torch.empty_like(p)
@@ -100,8 +103,8 @@ def count_step(
         masters = MasterWeights(config.master_weights)
         for p in params if config.master_weights else ():
             masters.convert(p, torch.float16)
-        engine = Engine(config, [stepping], masters=masters, device="cuda", max_consecutive_skips=None)
-        loss = torch.empty((), device="cuda")
+        engine = Engine(config, [stepping], masters=masters, device=devices[0], max_consecutive_skips=None)
+        loss = torch.empty((), device=devices[0])
 
         def backward() -> None:
             with engine.scaled_loss(loss, at_once=True):
