@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_amp import AmpConfigError, AmpPrecision, trainer_kwargs
-from tests.helpers.modules import HALF_LEVELS, LEVELS, Batches, Scripted, amp, fit, linear, run, sgd, trainer
+from tests.helpers.modules import HALF_LEVELS, LEVELS, SCALE, Batches, Scripted, amp, fit, linear, run, sgd, trainer
 
 
 def mean_step(module: Scripted, batch: Any, _: int) -> None:
@@ -348,3 +348,19 @@ def test_the_command_line_refuses_what_the_constructor_does(setting: str, capsys
     name, value = setting.split("=")
     assert f'Parser key "{name}"' in (message := capsys.readouterr().err)
     assert value in message
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_c90_the_half_type_that_was_asked_for_runs_on_the_cpu(level: str, dtype: str) -> None:
+    seen: list[torch.dtype] = []
+    plugin = amp(level, dtype=dtype)
+
+    def step(module: Any, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return module.net(batch).float().mean()
+
+    module = Scripted(step, sgd("net"), automatic=True, net=nn.Sequential(linear(1.0, 1.0), nn.Identity()))
+    module.net[0].register_forward_hook(lambda m, args, output: seen.append(output.dtype))
+    fit(module, plugin, [torch.ones(2, 2)])
+    assert seen == [getattr(torch, dtype)]
+    assert set(plugin.loss_scales().values()) == ({SCALE} if dtype == "float16" and level != "O3" else {1.0})
