@@ -27,6 +27,16 @@ from tests.helpers.modules import LEVELS, SCALED_LEVELS, Batches, Scripted, amp,
 BATCHES = [torch.full((2, 4), 1.0 + i) for i in range(6)]
 
 
+class Noting(Callback):
+    """Calls a function after each batch."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self._function(trainer)
+
+
 def gan(bad: int | None = None, observe: Any = None) -> Scripted:
     """Two networks with BatchNorm in one, two optimizers, three losses; batch ``bad`` has an infinite second loss."""
 
@@ -191,7 +201,7 @@ def test_report_runs_the_batch_again_with_the_same_random_numbers_and_spends_non
         )
         module.training_step = lambda batch: step(module, batch)  # type: ignore[method-assign]
         torch.manual_seed(5)
-        fit(module, amp(level), BATCHES, callbacks=callbacks)
+        fit(module, amp(level), BATCHES, callbacks=[Noting(lambda _: torch.rand(())), *callbacks])
         return drawn
 
     drawn, plain = train([NonFiniteReport(locate=True)]), train([])
@@ -347,16 +357,6 @@ def test_report_notes_where_scales_changed_and_passes_overflowed(tmp_path):
     assert report._record.overflows[name] == falls
     assert len(falls) > 3
     assert max(seen[len(falls) :]) > min(seen)
-
-
-class Noting(Callback):
-    """Calls a function after each batch."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self._function(trainer)
 
 
 def test_report_samples_the_share_of_zero_gradients(tmp_path):
