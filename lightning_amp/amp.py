@@ -79,7 +79,10 @@ def initialize(
     keep_fp32: Any = None,
     uncast_inputs: list[str] | None = None,
     init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
     growth_interval: int = 2000,
+    hysteresis: int = 1,
     allow_half_models: bool = False,
     max_consecutive_skips: int | None = 100,
 ) -> Any:
@@ -108,7 +111,10 @@ def initialize(
         uncast_inputs: Names of inputs that O2 and O3 do not cast: keys of a mapping, fields of a dataclass or a named
             tuple, keywords, or patterns of them (``"*_time"``).
         init_scale: Where a dynamic scale starts.
-        growth_interval: It grows after this many clean backward passes in a row.
+        growth_factor: Multiplies it after ``growth_interval`` clean backward passes in a row.
+        backoff_factor: Multiplies it on an overflow.
+        growth_interval: See ``growth_factor``.
+        hysteresis: It is lowered only on this many overflows without a growth between them.
         allow_half_models: Whether models may come with half weights.
         max_consecutive_skips: Steps that an optimizer may skip in a row before an error says why; None for any number.
 
@@ -144,7 +150,10 @@ def initialize(
         keep_fp32=keep_fp32,
         uncast_inputs=uncast_inputs,
         init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
         growth_interval=growth_interval,
+        hysteresis=hysteresis,
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
     )

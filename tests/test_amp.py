@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 import subprocess
 import sys
 import warnings
@@ -141,6 +142,18 @@ def test_c91_the_page_for_users_of_apex_has_every_name_and_keyword() -> None:
     public = {f"amp.{name}" for name in amp.__all__}
     keywords = {*inspect.signature(amp.initialize).parameters, *inspect.signature(amp.scale_loss).parameters}
     assert {word for word in public | keywords if word not in table} == set()
+
+
+def test_c91_the_page_has_every_public_name_of_what_people_come_from() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "coming_from_apex.md").read_text()
+    _, of_apex, of_torch, _ = re.split("## From .*\n", page)
+    apex = """init initialize scale_loss state_dict load_state_dict master_params disable_casts half_function
+        float_function promote_function register_half_function register_float_function register_promote_function"""
+    assert {name for name in apex.split() if f"amp.{name}" not in of_apex} == set()
+    scaler = [name for name in vars(torch.amp.GradScaler) if not name.startswith("_")]
+    keywords = [name for name in inspect.signature(torch.amp.GradScaler).parameters if name != "device"]
+    others = ["autocast", "custom_fwd", "custom_bwd", "is_autocast_available", "cache_enabled"]
+    assert {name for name in [*scaler, *keywords, *others] if name not in of_torch} == set()
 
 
 def test_it_imports_no_lightning() -> None:

@@ -343,6 +343,47 @@ def test_a_backward_that_fails_leaves_gradients_and_scale_as_they_were() -> None
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": SCALE, "unskipped": 1}
 
 
+# The scale
+
+
+def test_c37_the_rule_of_the_scale_is_the_users() -> None:
+    models, optimizers = pair(growth_interval=2, growth_factor=8.0, backoff_factor=0.25, hysteresis=2)
+    scales = []
+    for n in range(6):
+        models[0].weight.grad = None
+        block(models[0](ONE), optimizers[0], overflow=models[0] if n in (2, 3) else None)
+        scales.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+    assert scales == [SCALE, 8 * SCALE, 8 * SCALE, 2 * SCALE, 2 * SCALE, 16 * SCALE]
+
+
+@pytest.mark.parametrize(
+    ("settings", "skips", "scale"),
+    [
+        ({"init_scale": 2.0**16}, 1, 2.0**15),
+        ({"init_scale": 2.0**16, "growth_interval": 2}, 2, 2.0**15),
+        ({"init_scale": 2.0**15, "max_loss_scale": 2.0**15, "growth_interval": 2}, 0, 2.0**15),
+        ({"loss_scale": 2.0**15}, 0, 2.0**15),
+    ],
+)
+def test_a_loss_in_half_overflows_where_its_own_gradient_does_and_nowhere_else(
+    settings: dict[str, Any], skips: int, scale: float
+) -> None:
+    model = nn.Linear(2, 1)
+    model.weight.data.fill_(30_000.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    amp.initialize(model, optimizer, verbosity=0, **settings)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).mean()
+        assert loss.dtype is torch.float16
+        with amp.scale_loss(loss, optimizer) as scaled:
+            assert scaled.isfinite(), "multiplied in float32"
+            scaled.backward()
+        optimizer.step()
+    assert amp.engine(optimizer).counts(optimizer)[Outcome.SKIPPED] == skips
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
+
+
 # Layers
 
 
