@@ -12,10 +12,9 @@ from lightning_amp import checkpoint, scaler_choice
 from lightning_amp.alarm import Alarm
 from lightning_amp.autocast import no_autocast
 from lightning_amp.awaited_backward import AwaitedBackward
-from lightning_amp.gradients import Gradients, dense_values
+from lightning_amp.gradients import Gradients, Window, dense_values
 from lightning_amp.kernels.devices import Backends
-from lightning_amp.liability import Liability
-from lightning_amp.loss_scaler import GRAD_KEY, LossScaler, LossScalers
+from lightning_amp.loss_scaler import GRAD_KEY, LossScaler, LossScalers, Scale
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
 from lightning_amp.outcomes import LossAccount, Outcome, OutcomeRecord
@@ -85,12 +84,11 @@ class Engine:
         self.gradients = Gradients(self.optimizers, self._others, widen=widen)
         self._alarm = Alarm(max_consecutive_skips, self.scalers, self.name_of)
         self.gradients.reducing = distributed
-        self.gradients.on_collected = self._note_overflow
         self._known: dict[int, Known] = {}
-        self._liabilities = [Liability(self._norm) for _ in self.optimizers]
+        self._liable = self.gradients.liabilities
 
     def _others(self) -> list[Tensor]:
-        """Returns the modules' parameters; asked for when an optimizer's have changed: some may need masters."""
+        """Returns the modules' parameters; asked for when there may be others: some may need masters."""
         for optimizer in self.optimizers:
             self.masters.ensure(Gradients.of(optimizer))
         return [p for module in self._modules for p in module.parameters()]
@@ -209,15 +207,15 @@ class Engine:
         params = self._with_inputs(params, inputs)
         delay = delay_unscale and not self.config.master_weights
         answering = [self.index(o) for o in liable]
-        for liability in self._liabilities:
-            if liability.found is not None:
-                liability.review()
+        if self._liable.noted:
+            self._liable.review()
         now = scaler.now()
         if create_graph is not False:
             now = now.kept()  # a graph keeps it, and the scaler moves on
         with no_autocast(self._device.type):
             now = self.gradients.expect(now)
-            awaited = AwaitedBackward(partial(self.gradients.begin, params, now, delay=delay, hold=hold))
+            begin = self._begin_liable if self._liable.noted else self.gradients.begin
+            awaited = AwaitedBackward(partial(begin, params, now, delay=delay, hold=hold))
             scaled = wide(loss) if now.scale is None else wide(loss) * now.scale
             try:
                 with awaited.at_once() if at_once else awaited.watch(scaled, carries_scale=now.scale is not None):
@@ -225,14 +223,18 @@ class Engine:
             except BaseException:
                 if awaited.window is not None:
                     self.gradients.put_back(awaited.window)
+                self._liable.hold()
                 raise
             if awaited.window is not None:
                 self.gradients.finish(awaited.window, loss, create_graph, answering)
-        for liability in self._liabilities:
-            if liability.found is not None:
-                liability.hold()
+        if self._liable.noted:
+            self._liable.hold()
         if self.config.patch_torch_functions and self.config.cache_casts != "step":
             torch.clear_autocast_cache()
+
+    def _begin_liable(self, params: list[Tensor], scale: Scale, **how: bool) -> Window:
+        self._liable.review(zeroed_is_gone=True)  # not sooner: the user may zero inside the block
+        return self.gradients.begin(params, scale, **how)
 
     def backward(
         self,
@@ -284,15 +286,6 @@ class Engine:
             tensor.retain_grad()  # as torch does with what is no leaf, only now, so that ``.grad`` can be looked at
         return params + extra
 
-    def _note_overflow(self, liable: set[int], scaler: LossScaler) -> None:
-        found = scaler.overflowed
-        if found.is_cpu and not found.tolist():
-            return
-        owned = {i: [p for p in self.gradients.of(self.optimizers[i]) if p.grad is not None] for i in liable}
-        together = [p for params in owned.values() for p in params]
-        for i, params in owned.items():
-            self._liabilities[i].note(found, params or together)
-
     def unscale(self, optimizer: Any = None) -> None:
         """Makes pending gradients true now.
 
@@ -301,6 +294,8 @@ class Engine:
         """
         if not self.gradients.pending:
             return
+        if self._liable.noted:
+            self._liable.review()
         chosen = self.optimizers if optimizer is None else [self.optimizers[self.index(optimizer)]]
         self.gradients.collect_pending(owned=[p for o in chosen for p in self.gradients.of(o)])
 
@@ -309,6 +304,8 @@ class Engine:
     def _ready(self, index: int) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the parameters of an optimizer that have a gradient, and the gradients, all true."""
         params = self.gradients.of(self.optimizers[index])
+        if self._liable.noted:
+            self._liable.review()
         self.gradients.collect_pending(owned=params)
         params = [p for p in params if p.grad is not None]
         for p in [p for p in params if p.grad.is_sparse]:  # type: ignore[union-attr]
@@ -353,6 +350,8 @@ class Engine:
         with torch.no_grad(), no_autocast(self._device.type):
             reading = self._backends.read_and_clip(dense_values(grads), algorithm, float(value))
         self._known[index] = Known(grads, reading)
+        if self._liable.noted:
+            self._liable.hold()  # this clip hides nothing
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps an optimizer unless one of the gradients the step would use is non-finite.
@@ -392,14 +391,18 @@ class Engine:
     def _step_found_inf(self, index: int, grads: list[Tensor]) -> Tensor:
         """Tells whether anything speaks against a step: its gradients, its partners', or a pass it answers for."""
         known = self._known.pop(index, None)
-        reading = known and known.of(grads)
+        reading = None if known is None else known.of(grads)
         found = self._found_inf(grads) if reading is None else reading.found_inf
-        for other in self._partners[index]:
+        partners = self._partners[index]
+        answers = [self._liable.of(index, forget=not partners)] if self._liable.noted else []
+        for other in partners:
             _, theirs = self._ready(other)
             if theirs:
-                found = torch.maximum(found, self._found_inf(theirs).to(found.device))
-        answers_for = self._liabilities[index].settle()
-        return found if answers_for is None else torch.maximum(found, answers_for.to(found.device))
+                answers += [self._found_inf(theirs), self._liable.of(other)]
+        for answer in answers:
+            if answer is not None:
+                found = torch.maximum(found, answer.to(found.device))
+        return found
 
     # Gradients of one's own
 
@@ -514,6 +517,7 @@ class Engine:
         return fitted.left_out
 
     def close(self) -> None:
-        """Removes every hook from the optimizers; the masters and scalers stay."""
+        """Removes every hook; the masters and scalers stay."""
+        self.gradients.registrations.close()
         for stepper in self._steppers:
             stepper.close()

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from lightning_amp import kernels
-from lightning_amp.kernels.devices import makes_a_list
+from lightning_amp.kernels.devices import Backends, makes_a_list
 from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE
+from lightning_amp.liability import Liabilities
 from lightning_amp.loss_scaler import LossScaler, Scale
+from lightning_amp.registrations import Registrations
 
 Fresh = tuple[Tensor, Tensor, Tensor | None]
 """A parameter, its fresh gradient, and the true gradient to add it to."""
@@ -90,8 +92,10 @@ class Gradients:
         """Whether a fresh gradient is ours to overwrite; not where it is a view into a buffer of DDP's."""
         self.reducing = False
         """Whether DDP reduces these gradients: it then looks at every one that is there, of frozen parameters too."""
-        self.on_collected: Callable[[set[int], LossScaler], None] = lambda *_: None
-        """Told of the optimizers that answer for an overflow, and of the scaler, which has been moved on."""
+        self.liabilities = Liabilities(len(optimizers), _norm)
+        """The overflows that each optimizer answers for."""
+        self.registrations = Registrations()
+        """Tells when ``others`` may give more than it did."""
         self._others = others
         self._widen = widen
         self._ids: list[list[int]] | None = None
@@ -119,8 +123,8 @@ class Gradients:
             lists: From `lists`.
         """
         ids = [list(map(id, params)) for params in lists]
-        if ids != self._ids:
-            self._ids = ids
+        if ids != self._ids or self.registrations.seen:
+            self._ids, self.registrations.seen = ids, False
             self._all = list({id(p): p for params in [*lists, self._others()] for p in params}.values())
         return self._all
 
@@ -190,8 +194,9 @@ class Gradients:
         What it added to pending gradients before it failed stays there, as it does in torch.
         """
         if window.delay:
+            first = not self._pending
             self._note(self._take_pending(window), window)
-            if not self._pending[-1].params:
+            if first and not self._pending[-1].params:
                 self._pending.pop()
             return
         for p, old in zip(window.live, window.olds, strict=True):
@@ -303,8 +308,8 @@ class Gradients:
                 scaler.update(loss)
             else:
                 self._collect_lists(fresh, pending.scale, loss)
-        if pending.liable:
-            self.on_collected(pending.liable, scaler)
+        if self.liabilities.noted or not scaler.known_clean:
+            self.liabilities.note(scaler, self.lists(), pending.liable)
 
     def _collect_lists(self, fresh: list[Fresh], scale: Scale, loss: Tensor | None) -> None:
         """Collects gradients and moves the scaler on: at once where they all go into one list on its device."""
@@ -402,6 +407,10 @@ def _collect_odd(fresh: Fresh, scale: Scale, index: int, widen: bool, in_place: 
         true = torch.sparse_coo_tensor(sparse.indices(), true, sparse.shape, is_coalesced=True, check_invariants=False)
     total = true if old is None else old + true
     p.grad = _accepted(total.coalesce() if total.is_sparse else total, p)
+
+
+def _norm(grads: list[Tensor]) -> Tensor:
+    return Backends().read(dense_values(grads)).norm
 
 
 def dense_values(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -1,19 +1,23 @@
 """What an optimizer remembers of the overflows it is liable for, beyond what its gradients show.
 
-A step is decided by the gradients it would use. Apex's rule asks for more: every optimizer that was named with a loss
-skips its next step if that loss overflowed, also where its own gradients are finite, and also where a clip by value
-has made a number of the infinity. A plain flag would outlive `zero_grad`, of which nobody is told; so the flag belongs
-to the gradients that were there, and is void once they are gone.
+A step is decided by the gradients it would use. Twice that is not enough. A clip by value, or any other edit in place,
+can make a number of an infinity: the gradients look fine, and are worth nothing. And Apex's rule asks every optimizer
+that was named with a loss to skip its next step if that loss overflowed, also where its own gradients are finite. A
+plain flag would outlive `zero_grad`, of which nobody is told; so the flag belongs to the gradients that were there, and
+is void once they are gone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
 
+from lightning_amp.loss_scaler import LossScaler
+
 
 class Liability:
-    """The overflows one optimizer is liable for. Nothing here synchronises with the host.
+    """The overflows one optimizer is liable for. Nothing here synchronises with the host, or keeps gradients alive.
 
     Args:
         norm: Gives the total norm of a list of gradients, 0-dim, on their device.
@@ -22,43 +26,128 @@ class Liability:
     def __init__(self, norm: Callable[[list[Tensor]], Tensor]) -> None:
         self._norm = norm
         self.found: Tensor | None = None
-        """What it answers for: 0-dim, zero if nothing overflowed, None if nothing was noted."""
-        self._held: list[tuple[Tensor, Tensor, int]] = []
+        """What a step has to answer for: 0-dim, zero if nothing overflowed, None if nothing was noted."""
+        self._if_edited: Tensor | None = None
+        self._held: list[tuple[Tensor, ref[Tensor], int]] = []
+        self.noted = False
+        """Whether there is anything to look at."""
 
-    def note(self, found: Tensor, params: list[Tensor]) -> None:
+    def note(self, found: Tensor, params: Iterable[Tensor], *, if_edited: bool = False) -> None:
         """Notes what a backward pass found.
 
         Args:
             found: 0-dim float32, zero if nothing overflowed.
             params: Those whose gradients it is about; the note is void when all of these gradients are gone.
+            if_edited: Whether it counts only once one of these gradients has been edited in place: where the pass gave
+                others theirs too, so that only these gradients tell whether it was they that overflowed.
         """
-        self.found = found if self.found is None else torch.maximum(self.found, found.to(self.found.device))
-        self.hold(params)
+        if if_edited:
+            self._if_edited = _either(self._if_edited, found)
+        else:
+            self.found = _either(self.found, found)
+        self.noted = True
+        self.hold([*(p for p, _, _ in self._held), *params])
 
-    def hold(self, params: list[Tensor] | None = None) -> None:
+    def hold(self, params: Iterable[Tensor] | None = None) -> None:
         """Looks again which tensors are the gradients: a backward pass may have put sums in their place.
 
         Args:
             params: As in `note`, or None for the same ones.
         """
-        if self.found is not None:
-            params = [p for p, _, _ in self._held] if params is None else params
-            self._held = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]
+        if params is None:
+            params = [p for p, _, _ in self._held]
+        known = {id(p): p for p in params}.values()
+        self._held = [(p, ref(p.grad), p.grad._version) for p in known if p.grad is not None]
 
-    def review(self) -> None:
-        """Drops the note if its gradients are gone: None, replaced, or zeroed where they are."""
-        if self.found is None:
-            return
-        held = [(p, g, version) for p, g, version in self._held if p.grad is g]
+    def review(self, zeroed_is_gone: bool = False) -> None:
+        """Drops the note if its gradients are gone, and sees which of them were edited.
+
+        Args:
+            zeroed_is_gone: Whether gradients that are all zero are gone, too: before a pass that adds to them.
+        """
+        held = [(p, p.grad, version) for p, g, version in self._held if p.grad is not None and p.grad is g()]
         if not held:
-            self.found, self._held = None, []
-        elif any(g._version != version for _, g, version in held):  # edited in place: only the device knows how
-            norm = self._norm([g for _, g, _ in held])
-            self.found = self.found * (norm != 0).to(self.found)
-            self._held = [(p, g, g._version) for p, g, _ in held]
+            self._forget()
+            return
+        edited = any(g._version != version for _, g, version in held)
+        if edited and self._if_edited is not None:
+            self.found, self._if_edited = _either(self.found, self._if_edited), None
+        # Only the device knows how they were edited; zeros written through .data are looked for where that is cheap.
+        if zeroed_is_gone and self.found is not None and (edited or self.found.is_cpu):
+            self.found = self.found * (self._norm([g for _, g, _ in held]) != 0).to(self.found)
+        self._held = [(p, ref(g), g._version) for p, g, _ in held]
 
     def settle(self) -> Tensor | None:
-        """Returns what the coming step has to answer for, None if nothing, and forgets it."""
-        self.review()
-        found, self.found, self._held = self.found, None, []
+        """Returns `found`, and forgets it."""
+        found = self.found
+        self._forget()
         return found
+
+    def _forget(self) -> None:
+        self.found = self._if_edited = None
+        self._held = []
+        self.noted = False
+
+
+def _either(one: Tensor | None, other: Tensor) -> Tensor:
+    return other if one is None else torch.maximum(one, other.to(one.device))
+
+
+class Liabilities:
+    """Those of all optimizers of a training.
+
+    Args:
+        count: How many optimizers there are.
+        norm: As in `Liability`.
+    """
+
+    def __init__(self, count: int, norm: Callable[[list[Tensor]], Tensor]) -> None:
+        self._all = [Liability(norm) for _ in range(count)]
+        self.noted: list[Liability] = []
+        """Those that there is anything to look at in: mostly none, which costs no call to see."""
+
+    def note(self, scaler: LossScaler, lists: Sequence[Sequence[Tensor]], together: Collection[int]) -> None:
+        """Notes what a backward pass found that has just been collected.
+
+        Args:
+            scaler: The pass's, which has been moved on.
+            lists: Each optimizer's parameters.
+            together: The optimizers that answer for it whatever their own gradients are.
+        """
+        if not scaler.known_clean:
+            found, reached = scaler.overflowed, set(map(id, scaler.sources))
+            for liability, params in zip(self._all, lists, strict=True):
+                mine = [p for p in params if id(p) in reached]
+                if mine:
+                    liability.note(found, mine, if_edited=len(mine) < len(reached))
+            for i in together:
+                mine = [p for p in lists[i] if p.grad is not None]
+                self._all[i].note(found, mine or [p for j in together for p in lists[j]])
+        self.hold()
+
+    def hold(self) -> None:
+        """See `Liability.hold`."""
+        for liability in self._all:
+            if liability.noted:
+                liability.hold()
+        self._tidy()
+
+    def review(self, zeroed_is_gone: bool = False) -> None:
+        """See `Liability.review`."""
+        for liability in self.noted:
+            liability.review(zeroed_is_gone)
+        self._tidy()
+
+    def of(self, index: int, forget: bool = False) -> Tensor | None:
+        """Returns what an optimizer's step has to answer for: 0-dim, zero if nothing overflowed, None if nothing.
+
+        Args:
+            index: The optimizer's place.
+            forget: Whether that is settled then.
+        """
+        found = self._all[index].settle() if forget else self._all[index].found
+        self._tidy()
+        return found
+
+    def _tidy(self) -> None:
+        self.noted = [liability for liability in self._all if liability.noted]

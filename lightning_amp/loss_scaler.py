@@ -141,7 +141,12 @@ class LossScaler:
     @property
     def overflowed(self) -> Tensor:
         """Whether the pass that moved it on last overflowed: 1.0 or 0.0, 0-dim float32; no host synchronisation."""
-        return (self.state[_STREAK] > 0).float()
+        return self.state[_STREAK].sign()
+
+    @property
+    def known_clean(self) -> bool:
+        """Whether the host knows without waiting that the pass that moved it on last did not overflow."""
+        return self.state.is_cpu and self.state.tolist()[_STREAK] == 0
 
     def read(self) -> ScaleState:
         """Returns the state as Python floats: one host synchronisation on a device other than the CPU."""

@@ -204,3 +204,14 @@ def test_weights_loaded_at_o3_stand_for_themselves_after_a_fused_step() -> None:
     root.a.weight.grad.zero_()
     engine.step(optimizer)
     assert values(root.state_dict()["a.weight"]) == values(root.a.weight)
+
+
+def test_pass_that_fails_does_not_make_an_earlier_window_undone() -> None:
+    """Its gradients were thrown away; it counts as a clean window all the same, as it does without the failing pass."""
+    engine, root = training("O1", "ab", growth_interval=1)
+    engine.backward(loss(root.a), delay_unscale=True)
+    root.a.weight.grad = None
+    with pytest.raises(ArithmeticError):
+        engine.backward(failing(), delay_unscale=True)
+    engine.unscale()
+    assert engine.loss_scales() == {"optimizer_0": 2 * SCALE}

@@ -141,7 +141,7 @@ def test_the_joint_skip_is_decided_on_the_device_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(Tensor, "is_cpu", property(lambda _: False))
     monkeypatch.setattr(Tensor, "tolist", lambda _: seen.append("tolist"))
     monkeypatch.setattr(Tensor, "__bool__", lambda _: seen.append("bool") or True)
-    engine._note_overflow({0, 1}, engine.scalers.get(("loss", (0,))))
-    for liability in engine._liabilities:
-        liability.review()
+    engine._liable.note(engine.scalers.get(("loss", (0,))), engine.gradients.lists(), {0, 1})
+    assert len(engine._liable.noted) == 2
+    engine._liable.review(zeroed_is_gone=True)
     assert seen == []

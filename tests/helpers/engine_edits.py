@@ -57,6 +57,7 @@ class EditingMachine(RuleBasedStateMachine):
             if to_none:
                 weight.clear()
             elif weight.grad is not None:
+                weight.edited = True
                 weight.grad = weight.grad * 0 if np.isfinite(weight.grad).all() else np.zeros_like(weight.grad)
 
     @rule(how=st.sampled_from(["* 0.5", "= 0.75", "= half", "nan_to_num", "inf", "+ 1"]), name=names)
@@ -68,6 +69,7 @@ class EditingMachine(RuleBasedStateMachine):
             weight.clear()
             weight.grad, weight.grad_is_half = np.full(param.shape, 0.75), as_half and self.model.lends
         elif param.grad is not None:
+            weight.edited |= how != "+ 1" or not weight.pending
             with torch.no_grad():
                 if how == "* 0.5":
                     param.grad.mul_(0.5)

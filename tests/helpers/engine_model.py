@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.helpers.engine_optimizers import Optimizer, make_optimizer
-from tests.helpers.engine_parts import Account, Array, Scaler, Weight, Window, narrow
+from tests.helpers.engine_parts import Account, Array, Note, Scaler, Weight, Window, narrow
 from tests.helpers.engine_script import LATE, Loss, Pass, Setup, Term
 
 Key = tuple[str, tuple[int, ...]]
@@ -34,6 +34,7 @@ class EngineModel:
         self.accounts = [Account() for _ in setup.kinds]
         self.scalers: dict[Key, Scaler] = {}
         self.window: Window | None = None
+        self.notes = [Note() for _ in setup.kinds]
         self.weights = {name: Weight(value, self.is_half(name)) for name, value in values.items()}
 
     # Dtypes
@@ -116,6 +117,7 @@ class EngineModel:
 
     def backward(self, loss: Loss, one: Pass, named: Sequence[int], fails: bool = False) -> None:
         """Runs one pass; one that fails has reached all but the first term."""
+        self.review(before_pass=True)
         scaler = self.scaler(self.key(loss, one.loss_id, named if one.how == "named" else None))
         window = self.window
         if window is not None and (window.scaler is not scaler or window.version != scaler.version):
@@ -132,6 +134,7 @@ class EngineModel:
                     self._accumulate(self.weights[name], grad)
         else:
             self._finish(scaler, fresh, loss.finite)
+        self._seen()
 
     def _accumulate(self, weight: Weight, grad: Array) -> None:
         weight.grad = self._held(weight, grad if weight.grad is None else weight.grad + grad)
@@ -153,7 +156,7 @@ class EngineModel:
         if self.window is not None:
             finite &= self.window.finite
             self.window = None
-        overflow = False
+        overflow, reached = False, []
         for name, weight in self.weights.items():
             new = fresh.get(name)
             if weight.pending:
@@ -162,13 +165,41 @@ class EngineModel:
                 new, weight.grad, weight.pending = weight.grad, None, False
             if new is not None:
                 overflow |= bool(np.isnan(new).any())
+                reached.append(name)
                 weight.grad_is_half = False
                 true = self._held(weight, new / scaler.scale)
                 weight.grad = true if weight.grad is None else self._held(weight, weight.grad + true)
         scaler.update(overflow, finite)
+        for index, note in enumerate(self.notes):
+            mine = set(reached) & set(self.owned[index])
+            if overflow and mine:
+                note.sure |= len(mine) == len(reached)
+                note.if_edited |= len(mine) < len(reached)
+                for name in mine:
+                    self.weights[name].held.add(index)
+        self._seen()
+
+    # Overflows that gradients need not show: they count as long as the gradients are there
+
+    def review(self, before_pass: bool = False) -> None:
+        """Looks which gradients are gone, and which were edited."""
+        for index, note in enumerate(self.notes):
+            held = [weight for weight in self.weights.values() if index in weight.held]
+            if not held:
+                self.notes[index] = Note()
+            elif any(weight.edited for weight in held):
+                note.sure, note.if_edited = note.sure or note.if_edited, False
+            if before_pass and not any(weight.grad.any() for weight in held):
+                note.sure = False
+        self._seen()
+
+    def _seen(self) -> None:
+        for weight in self.weights.values():
+            weight.edited = False
 
     def collect(self) -> None:
         """Makes pending gradients true."""
+        self.review()
         if self.window is not None:
             self._finish(self.window.scaler, {}, True)
 
@@ -176,6 +207,7 @@ class EngineModel:
         for name, grad in self.fresh(loss, 1.0).items():
             weight = self.weights[name]
             weight.grad_is_half |= weight.grad is None and weight.is_half and self.lends
+            weight.edited = True
             self._accumulate(weight, grad)
 
     def grad(self, loss: Loss) -> dict[str, Array]:
@@ -234,7 +266,10 @@ class EngineModel:
         if not grads:
             self.accounts[index].add("idle")
             return
-        skip = any(np.isnan(g).any() for g in grads + others)
+        notes = self.notes if self.setup.joint else [self.notes[index]]
+        skip = any(np.isnan(g).any() for g in grads + others) or any(note.sure for note in notes)
+        if len(notes) == 1:
+            self._forget(index)
         names = [n for n in self.owned[index] if self.weights[n].grad is not None]
         # A fused optimizer that has its state is called for a skipped step too: it decides on the device.
         called = not skip or (optimizer.fused and all(n in optimizer.state for n in names))
@@ -245,6 +280,11 @@ class EngineModel:
         if called and not lent:
             self.give_back(index)
         self.accounts[index].add("skipped" if skip else "stepped")
+
+    def _forget(self, index: int) -> None:
+        self.notes[index] = Note()
+        for weight in self.weights.values():
+            weight.held.discard(index)
 
     def _move(self, weight: Weight, name: str, optimizer: Optimizer) -> None:
         if weight.is_half and self.lends:

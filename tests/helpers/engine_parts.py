@@ -37,6 +37,10 @@ class Weight:
     trainable: bool = True
     exact: Array = None
     """What ``shown`` was rounded from, until the world has been looked at."""
+    held: set[int] = field(default_factory=set)
+    """The optimizers that answer for an overflow as long as this gradient is there."""
+    edited: bool = False
+    """Whether the gradient was edited in place since the engine last saw it."""
 
     def __post_init__(self) -> None:
         if self.is_half:
@@ -66,6 +70,7 @@ class Weight:
 
     def clear(self) -> None:
         self.grad, self.pending, self.grad_is_half = None, False, False
+        self.held, self.edited = set(), False
 
 
 @dataclass
@@ -130,3 +135,11 @@ class Account:
     def add(self, outcome: str) -> None:
         self.latest = outcome
         self.counts[outcome] += 1
+
+
+@dataclass
+class Note:
+    """An overflow that an optimizer answers for: in any case, or once one of its gradients has been edited."""
+
+    sure: bool = False
+    if_edited: bool = False
