@@ -182,6 +182,8 @@ def resolve(
     }
     given = {name: value for name, value in given.items() if value is not None}
     _check_against_level(level, given)
+    if level == "O0":  # there all is float32, and what is told to stay so does; Apex took these settings too
+        given = {name: value for name, value in given.items() if name not in ("keep_batchnorm_fp32", "master_weights")}
     values = _recipe(level, half) | given
     if values["cast_model_type"] is torch.float32:
         values["cast_model_type"] = None

@@ -239,6 +239,29 @@ def test_c91_settings_of_apex_are_taken(settings: dict[str, Any]) -> None:
     assert_close(train(model, optimizer), wanted, 0.02)
 
 
+FLAGS = [
+    (level, batchnorm, scale)
+    for level in LEVELS
+    for batchnorm in ((None,) if level == "O1" else (None, "True", "False"))
+    for scale in (None, "1.0", "128.0", "dynamic")
+]
+
+
+@pytest.mark.parametrize(("level", "batchnorm", "scale"), FLAGS)
+def test_c91_flags_of_a_script_are_taken_in_every_combination(
+    level: str, batchnorm: str | None, scale: str | None
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    exact = copy.deepcopy(model)
+    wanted = train(exact, sgd(exact), mixed=False, steps=3)
+    settings = {"keep_batchnorm_fp32": batchnorm, "loss_scale": scale, "verbosity": 0, "init_scale": 1024.0}
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, **settings)
+    kept = level in ("O0", "O1") or batchnorm == "True" or (level, batchnorm) == ("O2", None)
+    assert model[1].weight.dtype is (torch.float32 if kept else torch.float16)
+    assert_close(train(model, optimizer, steps=3), wanted, 0.05)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

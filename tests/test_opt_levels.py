@@ -82,6 +82,13 @@ def test_an_override_replaces_its_field_alone(level: str, given: dict[str, Any],
     assert config.rule.dynamic is (config.loss_scale == "dynamic")
 
 
+@pytest.mark.parametrize("value", [True, False, "True", "False"])
+@pytest.mark.parametrize("name", ["keep_batchnorm_fp32", "master_weights"])
+def test_what_is_float32_anyway_may_be_told_to_stay_so(name: str, value: Any) -> None:
+    """A script that takes its level from a flag gives the same settings at each."""
+    assert resolve("O0", **{name: value}) == resolve("O0")
+
+
 def test_rule_settings_reach_the_rule() -> None:
     rule = resolve(
         "O1",
@@ -152,7 +159,6 @@ def test_c91_an_unknown_level_is_refused_with_a_hint(level: Any, hint: str | Non
         ("O1", {"master_weights": "True"}, ("master_weights", "opt_level='O1'")),
         ("O0", {"cast_model_type": "float16"}, ("cast_model_type", "opt_level='O0'")),
         ("O0", {"patch_torch_functions": True}, ("patch_torch_functions", "opt_level='O0'")),
-        ("O0", {"master_weights": True}, ("master_weights", "cast_model_type")),
         ("O2", {"cast_model_type": "float32"}, ("master_weights", "cast_model_type")),
         ("O3", {"cast_model_type": "float32", "keep_batchnorm_fp32": True}, ("keep_batchnorm_fp32", "cast_model_type")),
         ("O2", {"cast_model_type": "bfloat16"}, ("cast_model_type", "dtype")),
