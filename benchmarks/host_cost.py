@@ -23,8 +23,6 @@ from lightning_amp.kernels import triton_backend as ops
 from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE, ScaleRule, initial_state
 
 SIZES = (50, 500, 2000)
-BLOCK = 6
-"""Rounds in a row that one side gets, so that neither starts from the caches that the other left."""
 
 
 class HostCost(NamedTuple):
@@ -34,7 +32,7 @@ class HostCost(NamedTuple):
         tensors: How many parameters there are.
         torch: `unscale_` and `clip_grad_norm_`.
         norms: Of these, the CPU kernel that computes the norms.
-        ours: Collect, update of the scaler, read and clip.
+        ours: Collect with the update of the scaler, read and clip.
         ours_o2: The same on half gradients, with adopt and refresh; it allocates the float32 gradients.
     """
 
@@ -108,8 +106,7 @@ def _our_side(tensors: int, dtype: torch.dtype) -> _Side:
 
     def step(side: _Side) -> None:
         new = side.grads if side.dtype is not torch.float32 else [p.grad for p in side.params]
-        grads = ops.collect(new, none, inv_scale, first_bad)
-        ops.update(state, first_bad, loss, rule)
+        grads = ops.collect_and_update(new, none, inv_scale, first_bad, state, loss, rule)
         ops.read_and_clip(grads, "norm", 1.0)
         if side.dtype is not torch.float32:
             ops.adopt(side.halves, side.params)
@@ -132,10 +129,9 @@ def measure(tensors: int, rounds: int = 60) -> HostCost:
             _our_side(tensors, torch.float32),
             _our_side(tensors, torch.float16),
         ]
-        for _ in range(rounds // BLOCK):
-            for side in sides:
-                for _ in range(BLOCK):
-                    side.run()
+        for _ in range(rounds):
+            for side in sides:  # by turns, so that each starts from the caches that the others left
+                side.run()
     return HostCost(tensors, *(side.best * 1e6 for side in sides))
 
 

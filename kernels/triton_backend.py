@@ -5,8 +5,6 @@ whose type the kernels do not know, goes through the reference by itself.
 """
 
 from collections.abc import Sequence
-from itertools import repeat
-from operator import is_
 from typing import Literal
 
 import torch
@@ -71,7 +69,7 @@ def _collect(
 ) -> tuple[list[Tensor], bool]:
     """Returns the true gradients, and whether the scaler has been moved on."""
     source = listed(new)
-    added = None if all(map(is_, into, repeat(None))) else tuple(old is not None for old in into)
+    added = None if list(into) == [None] * len(new) else tuple(old is not None for old in into)
     if added is None and in_place and not (widen and not source.facts.kinds.isdisjoint(HALF_DTYPES)):
         out, target = new, source
     else:
