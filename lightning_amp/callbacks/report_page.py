@@ -23,7 +23,7 @@ p{margin:.3rem 0 .8rem;color:#555c63;max-width:48rem}
 .tile b{display:block;font-size:1.35rem;font-weight:600}.tile span{color:#555c63;font-size:.85rem}
 table{border-collapse:collapse;margin:.4rem 0;font-variant-numeric:tabular-nums}
 td,th{padding:.3rem 1.4rem .3rem 0;text-align:right;border-bottom:1px solid #e2e5e8;vertical-align:top}
-th{font-weight:600;color:#555c63;font-size:.85rem}
+th{font-weight:600;color:#555c63;font-size:.85rem;white-space:nowrap}
 td:first-child,th:first-child,.text td,.text th{text-align:left}
 img{max-width:100%;margin:.4rem 0}
 pre{background:#f4f6f8;border-radius:.5rem;padding:.8rem 1rem;overflow:auto;font-size:.85rem;white-space:pre-wrap}
