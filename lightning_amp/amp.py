@@ -197,7 +197,8 @@ def scale_loss(
         loss_id: Which scale the loss has, from 0 to ``num_losses - 1``.
         model: Not used; there because Apex has it.
         delay_unscale: Whether the gradients may keep the scale until the next block without it, `master_params` or a
-            step. Saves a pass over them when several losses or batches are summed up; the sums come out the same.
+            step. Saves a pass over them when several losses or batches are summed up; the sums come out the same. Not
+            used while other trainings are under way in this thread.
         delay_overflow_check: Not used; nothing here waits for the device.
 
     Raises:
@@ -208,7 +209,9 @@ def scale_loss(
     training = trainings.find(named)
     if not isinstance(loss, Tensor):
         raise TypeError(f"A loss of type {type(loss).__name__} cannot be scaled. Give a tensor.")
-    return nullcontext(loss) if training is None else training.scaled_loss(loss, named, loss_id, delay_unscale)
+    if training is None:
+        return nullcontext(loss)
+    return training.scaled_loss(loss, named, loss_id, delay_unscale, trainings.beside(training))
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

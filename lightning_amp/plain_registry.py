@@ -34,6 +34,10 @@ class Trainings:
         self._refs = [weakref.ref(training) for training in found]
         return found
 
+    def beside(self, training: PlainTraining) -> list[PlainTraining]:
+        """Returns the others under way in a training's thread; those of other threads run passes of their own."""
+        return [other for other in self.alive() if other is not training and other.thread == training.thread]
+
     def refuse_used(self, things: Sequence[Any]) -> None:
         """Refuses models and optimizers that are of a training already.
 

@@ -1,6 +1,7 @@
 """One training in plain PyTorch: what `amp.initialize` makes of models and optimizers, and what undoes it."""
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,20 @@ from lightning_amp.cast_regions import EnterModel, ambient, leave_model
 from lightning_amp.casting import Conversion, cast_outputs
 from lightning_amp.engine import Engine
 from lightning_amp.function_patches import FunctionPatches
+from lightning_amp.gradients import Gradients
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
 from lightning_amp.shown_masters import ShownMasters
 from lightning_amp.step_route import route_step
+
+
+class _Here(threading.local):
+    """Whether a block is open in this thread, of any training."""
+
+    in_block = False
+
+
+_here = _Here()
 
 
 class PlainTraining:
@@ -50,7 +61,8 @@ class PlainTraining:
         self.conversion: Conversion | None = None
         self.engine: Engine | None = None
         self.ended = False
-        self._in_block = False
+        self.thread = threading.get_ident()
+        """The thread it was started in."""
         self._handles: list[Any] = []
         self.shown = ShownMasters(self.masters)
         self._wrapped: dict[int, weakref.ref[DistributedDataParallel]] = {}
@@ -116,7 +128,12 @@ class PlainTraining:
 
     @contextmanager
     def scaled_loss(
-        self, loss: Tensor, optimizers: Sequence[Any], loss_id: int, delay_unscale: bool
+        self,
+        loss: Tensor,
+        optimizers: Sequence[Any],
+        loss_id: int,
+        delay_unscale: bool,
+        beside: "Sequence[PlainTraining]" = (),
     ) -> Iterator[Tensor]:
         """As `Engine.scaled_loss`, by Apex's rules: the optimizers answer for the loss.
 
@@ -124,7 +141,9 @@ class PlainTraining:
             loss: Any shape, any floating dtype.
             optimizers: Of this training.
             loss_id: Which scale it has.
-            delay_unscale: Whether the gradients keep it for now.
+            delay_unscale: Whether the gradients keep it for now; not where there are trainings beside this one, which
+                do not know of it.
+            beside: Trainings whose models the loss may reach too: their gradients carry no scale either.
 
         Raises:
             RuntimeError: It is called inside such a block, as are `step` and `master_params`.
@@ -132,28 +151,33 @@ class PlainTraining:
         if self.engine is None:
             yield loss
             return
-        self._refuse_in_block("amp.scale_loss")
-        self.shown.take_back()
-        self._in_block = True
+        _refuse_in_block("amp.scale_loss")
+        for training in (self, *beside):
+            training.shown.take_back()
+            if training.engine is not None and training is not self:
+                training.engine.unscale()
+                self.engine.gradients.in_place &= training.engine.gradients.in_place
+        _here.in_block = True
         try:
             with self.engine.scaled_loss(
                 loss,
                 loss_id=loss_id,
-                delay_unscale=delay_unscale,
+                delay_unscale=delay_unscale and not beside,
                 hold=self._unreduced(),
                 create_graph=None,
+                inputs=dict.fromkeys(p for training in beside for p in training.parameters()),
                 liable=optimizers,
             ) as scaled:
                 yield scaled
         finally:
-            self._in_block = False
+            _here.in_block = False
 
-    def _refuse_in_block(self, what: str) -> None:
-        if self._in_block:
-            raise RuntimeError(
-                f"{what} was called inside a scale_loss block, where gradients carry the scale of its loss. Leave the "
-                "block first: after it all gradients are true."
-            )
+    def parameters(self) -> Iterator[Tensor]:
+        """Yields the parameters of its models and optimizers; some come twice."""
+        for model in self.models:
+            yield from model.parameters()
+        for optimizer in self.optimizers:
+            yield from Gradients.of(optimizer)
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """As `Engine.step`; a closure runs before, since it is what computes the gradients.
@@ -164,7 +188,7 @@ class PlainTraining:
             **kwargs: For the optimizer's ``step``.
         """
         assert self.engine is not None
-        self._refuse_in_block("optimizer.step()")
+        _refuse_in_block("optimizer.step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -222,7 +246,7 @@ class PlainTraining:
         Args:
             optimizer: Of this training.
         """
-        self._refuse_in_block("amp.master_params")
+        _refuse_in_block("amp.master_params")
         if self.engine is not None:
             self.engine.unscale(optimizer)
         return self.shown.show([p for group in optimizer.param_groups for p in group["params"]])
@@ -270,6 +294,14 @@ class PlainTraining:
             undo()
         if self.conversion is not None:
             self.conversion.undo()
+
+
+def _refuse_in_block(what: str) -> None:
+    if _here.in_block:
+        raise RuntimeError(
+            f"{what} was called inside a scale_loss block, where gradients carry the scale of its loss. Leave the "
+            "block first: after it all gradients are true."
+        )
 
 
 def _processes() -> int:

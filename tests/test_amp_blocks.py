@@ -139,16 +139,59 @@ def test_what_needs_true_gradients_is_refused_inside_a_block(what: str, level: s
     assert values(models) == [0.0, 1.0], "and the next one works"
 
 
-def test_blocks_of_different_trainings_go_inside_each_other() -> None:
-    (mine, my_optimizers), (theirs, their_optimizers) = pair("O1"), pair("O2")
-    my_loss, their_loss = mine[0](ONE).float().sum(), theirs[0](ONE).float().sum()
-    with (
-        amp.scale_loss(my_loss, my_optimizers[0]) as my_scaled,
-        amp.scale_loss(2 * their_loss, their_optimizers[0]) as their_scaled,
-    ):
-        my_scaled.backward()
-        their_scaled.backward()
-    assert [grad(mine[0]), grad(theirs[0])] == [1.0, 2.0]
+# Trainings beside each other
+
+
+def test_what_needs_true_gradients_is_refused_inside_a_block_of_another_training_too() -> None:
+    models, optimizers = pair()
+    others, other_optimizers = pair("O2")
+
+    def run(inside: Callable[[Any, Any], Any]) -> None:
+        with amp.scale_loss(models[0](ONE).float().sum(), optimizers[0]) as scaled:
+            scaled.backward()
+            inside(others, other_optimizers)
+
+    for what, inside in INSIDE.items():
+        with pytest.raises(RuntimeError, match=f"^{what}.* inside a scale_loss block"):
+            run(inside)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("other_level", LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_that_reaches_models_of_another_training_leaves_true_gradients_there(
+    level: str, other_level: str, delay: bool
+) -> None:
+    """A GAN whose networks were given to a call of `initialize` each: the generator's loss goes through both."""
+    (discriminator, _), (opt_d, _) = pair(level)
+    (generator, _), (opt_g, _) = pair(other_level)
+    for _ in range(2):
+        for optimizer in (opt_d, opt_g):
+            optimizer.zero_grad()
+        score = discriminator(3 * ONE).float().sum()
+        with amp.scale_loss(score, opt_d, delay_unscale=delay) as scaled:
+            scaled.backward()
+        fooled = discriminator(generator(2 * ONE).float()).float().sum()
+        with amp.scale_loss(fooled, opt_g, delay_unscale=delay) as scaled:
+            scaled.backward()
+        assert [next(amp.master_params(o)).grad.item() for o in (opt_d, opt_g)] == [5.0, 2.0]
+    opt_d.step()
+    opt_g.step()
+    assert values([discriminator, generator]) == [-4.0, -1.0]
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_an_overflow_in_models_of_another_training_is_seen_by_both(level: str) -> None:
+    (discriminator, _), (opt_d, _) = pair(level)
+    (generator, _), (opt_g, _) = pair(level)
+    with amp.scale_loss(discriminator(generator(ONE)).float().sum(), opt_g) as scaled:
+        scaled.backward()
+        discriminator.weight.grad.fill_(float("inf"))
+    opt_d.step()
+    opt_g.step()
+    assert [amp.outcome(o) for o in (opt_d, opt_g)] == [Outcome.SKIPPED] * 2
+    scales = [amp.state_dict(optimizers=o)["loss_scaler0"]["loss_scale"] for o in (opt_d, opt_g)]
+    assert scales == [SCALE, SCALE / 2], "the loss's own falls"
 
 
 # A closure has a block of its own
