@@ -5,7 +5,7 @@ time; none counts calls, because activation checkpointing runs inner modules a s
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from lightning_amp.batches import Names, cast
 from lightning_amp.fp32_state_dicts import LoadFp32, SaveFp32
+from lightning_amp.late_modules import LateModules
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig, KeepFp32
 
@@ -34,6 +35,18 @@ def _cast_inputs(
 def cast_outputs(module: nn.Module, args: Any, output: Any, *, dtype: torch.dtype) -> Any:
     """A forward hook, with ``dtype`` bound to it, that casts what a module returns."""
     return cast(output, dtype)
+
+
+def _drop_copied_hooks(module: nn.Module) -> bool:
+    """Removes the hooks of this file that a deep copy of a module has from its original; tells whether it had any."""
+    dropped = False
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):  # a copy has no handles: there is no public way
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, partial) and hook.func in (_cast_inputs, cast_outputs):
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                dropped = True
+    return dropped
 
 
 class _Own(NamedTuple):
@@ -87,11 +100,12 @@ def models_below(module: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(models))
 
 
-def _refuse_unconvertible(root: nn.Module) -> None:
-    for name, module in root.named_modules():
+def _refuse_unconvertible(names: Mapping[nn.Module, str]) -> None:
+    for module, name in names.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"Module {name!r} is scripted: its weights cannot be converted. Script it after training.")
-    for name, param in root.named_parameters():
+    own = ((f"{name}.{n}" if name else n, p) for m, name in names.items() for n, p in m.named_parameters(recurse=False))
+    for name, param in own:
         if is_lazy(param):
             raise ValueError(
                 f"Parameter {name!r} is lazy: it has no values to convert yet. Run the module once on an example batch "
@@ -116,6 +130,12 @@ class Conversion:
         self._half = config.cast_model_type or config.dtype
         self._masters = masters
         self._handles: list[Any] = []
+        self._fp32: set[int] = set()
+        self._kept: set[nn.Module] = set()
+        self._hooks: dict[nn.Module, Callable[..., Any]] = {}  # these three: which modules have which kind already
+        self._models: set[nn.Module] = set()
+        self._saved: set[nn.Module] = set()
+        self._late: list[LateModules] = []
         self.kept: list[str] = []
         """Names of the parameters that stayed float32, BatchNorm's aside."""
 
@@ -136,14 +156,26 @@ class Conversion:
                 if any(p.is_floating_point() for p in model.parameters()):
                     self._cast_outputs_of(model)
             return
-        _refuse_unconvertible(root)
-        units = {module: _own_tensors(module) for module in root.modules()}
-        spared = None if root_is_model else root
-        fp32 = self._fp32_ids(root, units.values(), spared)
+        owner = None if root_is_model else root
+        names = {module: name for name, module in root.named_modules()}
+        self._convert(names, models, owner)
+        self._note_kept(root)
+        self._late.append(LateModules(names, owner, self._convert))
+
+    def _convert(
+        self, names: Mapping[nn.Module, str], models: Iterable[nn.Module], owner: nn.Module | None = None
+    ) -> Callable[..., Any]:
+        """Converts modules, ``owner`` excepted; returns what casts the inputs of a call of one that is under way."""
+        _refuse_unconvertible(names)
+        for module in names:
+            if module not in self._hooks:
+                self._adopt_copy(module)
+        units = {module: _own_tensors(module) for module in names}
+        self._find_fp32(names, units.values(), owner)
         dtypes: dict[nn.Module, torch.dtype] = {}
         for module, own in units.items():
-            dtype = self._convert_own(own, fp32)
-            takes_any = module is spared or isinstance(module, _BatchNorm)
+            dtype = self._convert_own(own)
+            takes_any = module is owner or isinstance(module, _BatchNorm)
             if dtype is self._half or (dtype is torch.float32 and not takes_any):
                 dtypes[module] = dtype
         for model in models:
@@ -151,14 +183,26 @@ class Conversion:
                 dtypes.setdefault(model, self._half)
                 self._cast_outputs_of(model)
         for module, dtype in dtypes.items():
-            hook = partial(_cast_inputs, dtype=dtype, uncast=self._config.uncast_inputs)
-            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        self._note_kept(root)
-        self._keep_state_dicts_fp32(root)
+            if module not in self._hooks:
+                hook = partial(_cast_inputs, dtype=dtype, uncast=self._config.uncast_inputs)
+                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                self._hooks[module] = hook
+        self._keep_state_dicts_fp32(names)
+        return lambda module, *args: self._hooks[module](module, *args) if module in self._hooks else None
 
-    def _convert_own(self, own: _Own, fp32: set[int]) -> torch.dtype | None:
+    def _adopt_copy(self, module: nn.Module) -> None:
+        """Takes a deep copy of a converted module, made during training, for one of the module as it was before."""
+        if _drop_copied_hooks(module):
+            for param in module.parameters(recurse=False):
+                if param.dtype is self._half and self._masters.of(param) is None:
+                    param.data = param.data.float()
+            for buffer in module.buffers(recurse=False):
+                if buffer.dtype is self._half:
+                    buffer.data = buffer.data.float()
+
+    def _convert_own(self, own: _Own) -> torch.dtype | None:
         """Converts what a module owns and returns the dtype it computes in, None where its weights do not tell."""
-        halves = [p for p in own.params if id(p) not in fp32 and p.dtype in (torch.float32, self._half)]
+        halves = [p for p in own.params if id(p) not in self._fp32 and p.dtype in (torch.float32, self._half)]
         for param in halves:
             if param.dtype is torch.float32:
                 self._masters.convert(param, self._half)
@@ -168,16 +212,19 @@ class Conversion:
             return self._half
         return torch.float32 if any(p.dtype is torch.float32 for p in own.params) else None
 
-    def _fp32_ids(self, root: nn.Module, units: Collection[_Own], spared: nn.Module | None) -> set[int]:
-        """Returns the ids of the parameters that stay float32."""
-        kept = {m for name, module in root.named_modules() if self._is_kept(module, name) for m in module.modules()}
-        fp32 = {id(p) for module in kept for p in module.parameters(recurse=False)}
-        if spared is not None:
-            fp32 |= {id(p) for p in _own_tensors(spared).params}
+    def _find_fp32(self, names: Mapping[nn.Module, str], units: Collection[_Own], owner: nn.Module | None) -> None:
+        """Finds out which parameters stay float32."""
+        for module, name in names.items():
+            if module in self._kept or self._is_kept(module, name):
+                self._kept.update(module.modules())
+        fp32 = self._fp32
+        fp32 |= {id(p) for module in names if module in self._kept for p in module.parameters(recurse=False)}
+        if owner is not None:
+            fp32 |= {id(p) for p in _own_tensors(owner).params}
         while True:  # a module has one dtype, also where it shares a parameter with a module that is kept float32
             grown = {id(p) for own in units if any(id(p) in fp32 for p in own.params) for p in own.params}
             if grown <= fp32:
-                return fp32
+                return
             fp32 |= grown
 
     def _is_kept(self, module: nn.Module, name: str) -> bool:
@@ -186,7 +233,8 @@ class Conversion:
         return any(matches(entry, module, name) for entry in self._config.keep_fp32)
 
     def _cast_outputs_of(self, model: nn.Module) -> None:
-        if self._config.cast_model_outputs is not None:
+        if self._config.cast_model_outputs is not None and model not in self._models:
+            self._models.add(model)
             hook = partial(cast_outputs, dtype=self._config.cast_model_outputs)
             self._handles.append(model.register_forward_hook(hook))
 
@@ -195,10 +243,12 @@ class Conversion:
         named = root.named_parameters(remove_duplicate=False)
         self.kept += [name for name, p in named if p.dtype is torch.float32 and id(p) not in norms]
 
-    def _keep_state_dicts_fp32(self, root: nn.Module) -> None:
+    def _keep_state_dicts_fp32(self, modules: Iterable[nn.Module]) -> None:
         save, load = SaveFp32(self._masters), LoadFp32(self._masters)
-        for module in root.modules():
-            if any(t.dtype is self._half for t in (*module.parameters(False), *module.buffers(False))):
+        for module in modules:
+            tensors = (*module.parameters(False), *module.buffers(False))
+            if module not in self._saved and any(t.dtype is self._half for t in tensors):
+                self._saved.add(module)
                 self._handles += [
                     module.register_state_dict_post_hook(save),  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_pre_hook(load),  # type: ignore[no-untyped-call]
@@ -206,6 +256,8 @@ class Conversion:
 
     def undo(self) -> None:
         """Makes everything float32 again and removes every hook. A second call does nothing."""
+        for late in self._late:
+            late.close()
         self._masters.restore()
         for handle in self._handles:
             handle.remove()

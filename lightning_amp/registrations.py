@@ -1,7 +1,7 @@
 """Notices that a module gained a parameter or a child, without looking for it."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,9 @@ class Registrations:
     torch tells of every registration; nothing is added to a module, and where nothing is registered it costs nothing.
     Unlike a look at the modules it does not take longer with more parameters.
 
+    Args:
+        tell: Told of each, before it takes effect: the module, the name, and what is registered there, None included.
+
     Example:
         >>> registrations, net = Registrations(), nn.Sequential()
         >>> registrations.seen
@@ -28,14 +31,17 @@ class Registrations:
         >>> registrations.close()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[nn.Module, str, Any], None] | None = None) -> None:
         self.seen = False
         """Whether there was one; whoever has dealt with it sets it back."""
+        self._tell = tell
         mine = weakref.ref(self)
 
         def note(module: nn.Module, name: str, registered: Any) -> None:
             if (watch := mine()) is not None:
                 watch.seen = True
+                if watch._tell is not None:
+                    watch._tell(module, name, registered)
 
         handles = (register_module_parameter_registration_hook(note), register_module_module_registration_hook(note))
         self._remove = weakref.finalize(self, _remove, handles)

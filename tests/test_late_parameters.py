@@ -116,5 +116,5 @@ def test_no_hook_on_registrations_is_left(level: str) -> None:
 
     with pytest.raises(RuntimeError, match="in the middle"):
         run(step, sgd("net"), amp(level), net=linear(1.0))
-    assert during == [len(b) + 1 for b in before]
+    assert all(now > len(b) for now, b in zip(during, before, strict=True))
     assert [dict(h) for h in hooks] == before
