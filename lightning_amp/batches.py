@@ -90,7 +90,7 @@ def cast(value: Any, dtype: torch.dtype, doubles: bool = True, uncast: Names = (
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a tree of tuples, lists and mappings.
+    """Yields the tensors in a tree of tuples, lists, mappings and dataclasses.
 
     Args:
         value: A tensor, a container, or anything else.
@@ -100,6 +100,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
 
 
 def _cast_named(named: Mapping[Any, Any], dtype: torch.dtype, doubles: bool, uncast: Names) -> dict[Any, Any]:

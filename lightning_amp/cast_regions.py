@@ -83,6 +83,15 @@ def _lives(training: Any) -> bool:
 ambient = AmbientCasts()
 
 
+def kept_out(device_type: str) -> AbstractContextManager[None]:
+    """Returns a block that the casts of other trainings do not reach; autocast that the user turned on does.
+
+    Args:
+        device_type: As in `torch.autocast`.
+    """
+    return no_autocast(device_type) if ambient.hold(device_type) else nullcontext()
+
+
 @contextmanager
 def disable_casts() -> Iterator[None]:
     """Has nothing cast inside the block, in models and outside; half tensors stay half.
@@ -133,10 +142,10 @@ class EnterModel:
             return nullcontext()
         param = next(model.parameters(), None)
         device_type = "cpu" if param is None else param.device.type
-        held = ambient.hold(device_type)
-        if self._dtype is None:  # the casts of another training are kept out, autocast that the user turned on is not
-            return no_autocast(device_type) if held else nullcontext()
-        turned_off = held and not torch.is_autocast_enabled(device_type)  # by the user, around this call
+        if self._dtype is None:
+            return kept_out(device_type)
+        # By the user, around this call.
+        turned_off = ambient.hold(device_type) and not torch.is_autocast_enabled(device_type)
         return nullcontext() if turned_off else casts(device_type, self._dtype, self._cache)
 
 

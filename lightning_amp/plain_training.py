@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_amp.autocast import cache_is_sound
-from lightning_amp.cast_regions import EnterModel, ambient, leave_model
+from lightning_amp.cast_regions import EnterModel, ambient, kept_out, leave_model
 from lightning_amp.casting import Conversion, cast_outputs
 from lightning_amp.engine import Engine
 from lightning_amp.function_patches import FunctionPatches
@@ -149,7 +149,8 @@ class PlainTraining:
             RuntimeError: It is called inside such a block, as are `step` and `master_params`.
         """
         if self.engine is None:
-            yield loss
+            with kept_out(self.device.type):  # a backward pass is float32 where the forward pass was
+                yield loss
             return
         _refuse_in_block("amp.scale_loss")
         for training in (self, *beside):

@@ -140,6 +140,22 @@ def test_models_of_other_trainings_keep_their_own_casts(level: str) -> None:
     assert before(ONE).dtype is torch.float32
 
 
+def test_gradients_at_o0_are_exact_beside_a_training_at_o1() -> None:
+    grads = []
+    for beside in (False, True):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+        if beside:
+            pair("O1")
+        block(model(x), optimizer)
+        grads.append([p.grad for p in model.parameters()])
+        assert torch.is_autocast_enabled("cpu") is beside
+    for mine, theirs in zip(*grads, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_autocast_of_the_users_own_reaches_models_at_other_levels() -> None:
     model = amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,6 +1,7 @@
 """O1 casts the same functions on every device, and functions of one's own as they were registered."""
 
 import copy
+import dataclasses
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -394,6 +395,23 @@ def test_decorated_functions_cast_containers_and_keywords_and_nothing_else() -> 
         args, kwargs = KINDS[kind](seen)(wide, y=half)
         assert args[0] is wide, "outside of a training nothing is cast"
         assert kwargs["y"] is half
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    x: Any
+    ids: Any = None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decorated_functions_find_tensors_in_dataclasses_alone(kind: str) -> None:
+    ids = torch.tensor([70_000])
+    given = [Fields(make(2), ids), Fields([make(2, dtype=HALF)])]
+    with casts("cpu", HALF, True):
+        args, _ = KINDS[kind](seen)(*given)
+    assert {leaf.dtype for leaf in (args[0].x, args[1].x[0])} == {HALF if kind == "half" else FULL}
+    assert args[0].ids is ids
+    assert given[1].x[0].dtype is HALF
 
 
 def test_a_promoted_operation_of_integers_alone_is_left_alone() -> None:
