@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 
-from lightning_amp.gradients import Window
+from lightning_amp.pending import Window
 
 
 class AwaitedBackward:

@@ -12,12 +12,13 @@ from lightning_amp import checkpoint, scaler_choice
 from lightning_amp.alarm import Alarm
 from lightning_amp.autocast import no_autocast
 from lightning_amp.awaited_backward import AwaitedBackward
-from lightning_amp.gradients import Gradients, Window, dense_values
+from lightning_amp.gradients import Gradients, dense_values
 from lightning_amp.kernels.devices import Backends
 from lightning_amp.loss_scaler import GRAD_KEY, LossScaler, LossScalers, Scale
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
 from lightning_amp.outcomes import LossAccount, Outcome, OutcomeRecord
+from lightning_amp.pending import Window
 from lightning_amp.readings import Known
 from lightning_amp.saved_state import read
 from lightning_amp.scaled_grad import scaled_grad, wide
@@ -315,8 +316,8 @@ class Engine:
     def _norm(self, grads: list[Tensor]) -> Tensor:
         return self._backends.read(dense_values(grads)).norm
 
-    def _found_inf(self, grads: list[Tensor]) -> Tensor:
-        return self._backends.found_inf(dense_values(grads))
+    def _found_inf(self, grads: list[Tensor], also: Tensor | None = None) -> Tensor:
+        return self._backends.found_inf(dense_values(grads), also)
 
     def norm(self, optimizer: Any) -> Tensor:
         """Returns the total 2-norm of an optimizer's true gradients: 0-dim float32, no host synchronisation.
@@ -348,8 +349,9 @@ class Engine:
         if not grads:
             return
         with torch.no_grad(), no_autocast(self._device.type):
-            reading = self._backends.read_and_clip(dense_values(grads), algorithm, float(value))
-        self._known[index] = Known(grads, reading)
+            also = self._liable.of(index) if self._liable.noted else None
+            reading = self._backends.read_and_clip(dense_values(grads), algorithm, float(value), also)
+        self._known[index] = Known(grads, reading, also)
         if self._liable.noted:
             self._liable.hold()  # this clip hides nothing
 
@@ -392,9 +394,10 @@ class Engine:
         """Tells whether anything speaks against a step: its gradients, its partners', or a pass it answers for."""
         known = self._known.pop(index, None)
         reading = None if known is None else known.of(grads)
-        found = self._found_inf(grads) if reading is None else reading.found_inf
         partners = self._partners[index]
-        answers = [self._liable.of(index, forget=not partners)] if self._liable.noted else []
+        mine = self._liable.of(index, forget=not partners) if self._liable.noted else None
+        found = self._found_inf(grads, mine) if reading is None else reading.found_inf
+        answers = [] if reading is None or known is None or mine is known.also else [mine]
         for other in partners:
             _, theirs = self._ready(other)
             if theirs:

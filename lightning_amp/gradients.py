@@ -4,75 +4,18 @@ A gradient in ``.grad`` is either true, or pending: it still carries the scale o
 pass sets the true ones aside, so that autograd hands over fresh tensors, and collects ``true + fresh / scale``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_amp import kernels
-from lightning_amp.kernels.devices import Backends, makes_a_list
-from lightning_amp.kernels.reference import HALF_DTYPES
-from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE
+from lightning_amp.collecting import Collector, Fresh
+from lightning_amp.kernels.devices import Backends
 from lightning_amp.liability import Liabilities
-from lightning_amp.loss_scaler import LossScaler, Scale
+from lightning_amp.loss_scaler import Scale
+from lightning_amp.pending import Pending, Window
 from lightning_amp.registrations import Registrations
-
-Fresh = tuple[Tensor, Tensor, Tensor | None]
-"""A parameter, its fresh gradient, and the true gradient to add it to."""
-
-
-@dataclass
-class Pending:
-    """Gradients that still carry the scale of a delayed backward pass.
-
-    Attributes:
-        scale: The scale they carry.
-        params: Whose they are.
-        grads: The tensors themselves: where ``.grad`` is another tensor by now, it was replaced and is true.
-        losses: The losses they came from.
-        held: Whether a distributed wrapper has yet to reduce them, so that nobody may touch them.
-        liable: The optimizers, by index, that answer for an overflow in them.
-    """
-
-    scale: Scale
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    held: bool = False
-    liable: set[int] = field(default_factory=set)
-
-    def present(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns the parameters and gradients that are still there."""
-        return [(p, g) for p, g in zip(self.params, self.grads, strict=True) if p.grad is g]
-
-    def drop_replaced(self) -> None:
-        """Forgets the gradients that are not there any more."""
-        kept = self.present()
-        self.params, self.grads = [p for p, _ in kept], [g for _, g in kept]
-
-
-@dataclass
-class Window:
-    """One backward pass under way.
-
-    Attributes:
-        scale: The scale it runs under.
-        live: The parameters that may get a gradient.
-        olds: Their true gradients, set aside.
-        delay: Whether its gradients stay pending.
-        hold: Whether they are not reduced yet.
-        versions: Versions of the gradients held so far, by which those that are reduced now are told.
-    """
-
-    scale: Scale
-    live: list[Tensor]
-    olds: list[Tensor | None]
-    delay: bool
-    hold: bool
-    versions: list[int]
 
 
 class Gradients:
@@ -88,8 +31,8 @@ class Gradients:
         self, optimizers: Sequence[Any], others: Callable[[], Iterable[Tensor]] = tuple, widen: bool = True
     ) -> None:
         self.optimizers = optimizers
-        self.in_place = True
-        """Whether a fresh gradient is ours to overwrite; not where it is a view into a buffer of DDP's."""
+        self.collector = Collector(widen)
+        """Makes fresh gradients true."""
         self.reducing = False
         """Whether DDP reduces these gradients: it then looks at every one that is there, of frozen parameters too."""
         self.liabilities = Liabilities(len(optimizers), _norm)
@@ -97,7 +40,6 @@ class Gradients:
         self.registrations = Registrations()
         """Tells when ``others`` may give more than it did."""
         self._others = others
-        self._widen = widen
         self._ids: list[list[int]] | None = None
         self._all: list[Tensor] = []
         self._pending: list[Pending] = []
@@ -169,7 +111,9 @@ class Gradients:
             for p, old in zip(live, olds, strict=True):
                 if old is not None:
                     p.grad = None
-            if not self.in_place:  # DDP makes views of gradients when it rebuilds its buckets, and writes into them
+            if (
+                not self.collector.in_place
+            ):  # DDP makes views of gradients when it rebuilds its buckets, and writes into them
                 window.olds = [None if old is None else old.clone() for old in olds]
         return window
 
@@ -304,109 +248,11 @@ class Gradients:
         with torch.set_grad_enabled(False):  # as torch.no_grad(), in half as many Python calls
             loss = None if not losses else losses[0] if len(losses) == 1 else torch.stack([x.sum() for x in losses])
             if create_graph:
-                self._collect_in_graph(fresh, pending.scale)
-                scaler.update(loss)
+                self.collector.collect_in_graph(fresh, pending.scale, loss)
             else:
-                self._collect_lists(fresh, pending.scale, loss)
+                self.collector.collect(fresh, pending.scale, loss)
         if self.liabilities.noted or not scaler.known_clean:
             self.liabilities.note(scaler, self.lists(), pending.liable)
-
-    def _collect_lists(self, fresh: list[Fresh], scale: Scale, loss: Tensor | None) -> None:
-        """Collects gradients and moves the scaler on: at once where they all go into one list on its device."""
-        scaler = scale.scaler
-        new, into = self._columns(fresh)
-        if makes_a_list(new, scaler.first_bad.device):
-            out = scaler.collect(new, into, scale.inv_scale, loss, widen=self._widen, in_place=self.in_place)
-            _hand_over(fresh, out)
-            return
-        groups = _by_device(fresh)
-        scaler.sources = [p for group in groups.values() for p, _, _ in group]
-        offset = 0
-        for device, group in groups.items():
-            if device is None:
-                for i, entry in enumerate(group, offset):
-                    _collect_odd(entry, scale, i, self._widen, self.in_place)
-            else:
-                self._collect_there(device, group, scale, offset)
-            offset += len(group)
-        scaler.update(loss)
-
-    def _collect_there(self, device: torch.device, fresh: list[Fresh], scale: Scale, offset: int) -> None:
-        new, into = self._columns(fresh)
-        inv_scale = None if scale.inv_scale is None else scale.inv_scale.to(device)
-        with _first_bad_on(device, scale.scaler) as first_bad:
-            out = kernels.backend(device).collect(
-                new, into, inv_scale, first_bad, offset=offset, widen=self._widen, in_place=self.in_place
-            )
-        _hand_over(fresh, out)
-
-    def _columns(self, fresh: list[Fresh]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Returns the fresh gradients, and the true ones to add them to."""
-        new, into = [g for _, g, _ in fresh], [old for _, _, old in fresh]
-        if self._widen:  # a plain backward() and the user may leave half ones, whose sums would lose small terms
-            into = [old if old is None or old.dtype not in HALF_DTYPES else old.float() for old in into]
-        return new, into
-
-    def _collect_in_graph(self, fresh: list[Fresh], scale: Scale) -> None:
-        for i, (p, new, old) in enumerate(fresh):
-            _collect_odd((p, new.data, None), scale._replace(inv_scale=None), i, False, False)
-            with torch.enable_grad():
-                true = new.float() if self._widen and new.dtype in HALF_DTYPES else new
-                true = true if scale.inv_scale is None else true * scale.inv_scale
-                p.grad = _accepted(true if old is None else old + true, p)
-
-
-def _by_device(fresh: list[Fresh]) -> dict[torch.device | None, list[Fresh]]:
-    """Sorts fresh gradients by device; under None are those that do not go into a list, the sparse and complex ones."""
-    groups: dict[torch.device | None, list[Fresh]] = {}
-    for entry in fresh:
-        grad = entry[1]
-        goes_in = grad.layout is torch.strided and not grad.dtype.is_complex
-        groups.setdefault(grad.device if goes_in else None, []).append(entry)
-    return groups
-
-
-def _hand_over(fresh: list[Fresh], out: list[Tensor]) -> None:
-    """Makes collected gradients those of their parameters."""
-    for (p, g, _), true in zip(fresh, out, strict=True):
-        if true is not g:  # as `_accepted`, without a call for each
-            p.grad = true if true.dtype is p.dtype or (p.is_leaf and p.grad_dtype is None) else true.to(p.dtype)
-
-
-@contextmanager
-def _first_bad_on(device: torch.device, scaler: LossScaler) -> Iterator[Tensor]:
-    """Gives what a collect on a device notes its first non-finite gradient in, and adds it to what the scaler knows."""
-    here = scaler.first_bad
-    if device == here.device:
-        yield here
-        return
-    there = torch.full_like(here, FIRST_BAD_NONE, device=device)
-    yield there
-    here.copy_(torch.minimum(here, there.to(here.device)))
-
-
-def _accepted(grad: Tensor, param: Tensor) -> Tensor:
-    """Returns a gradient in a dtype that ``param`` takes: its own, unless it is a leaf that was told to take any."""
-    takes_any = param.is_leaf and param.grad_dtype is None
-    return grad if takes_any else grad.to(param.dtype)
-
-
-def _collect_odd(fresh: Fresh, scale: Scale, index: int, widen: bool, in_place: bool) -> None:
-    """Collects one gradient that does not fit into a list: sparse, complex, or on a device of its own."""
-    p, new, old = fresh
-    inv_scale = None if scale.inv_scale is None else scale.inv_scale.to(new.device)
-    sparse = new.coalesce() if new.is_sparse else None  # duplicates may overflow only in their sum
-    values = new if sparse is None else sparse.values()
-    plain = torch.view_as_real(values) if values.is_complex() else values
-    backend = kernels.backend(new.device)
-    in_place = in_place and not values.is_complex()
-    with _first_bad_on(new.device, scale.scaler) as first_bad:
-        (true,) = backend.collect([plain], [None], inv_scale, first_bad, offset=index, widen=widen, in_place=in_place)
-    true = torch.view_as_complex(true) if values.is_complex() else true
-    if sparse is not None:
-        true = torch.sparse_coo_tensor(sparse.indices(), true, sparse.shape, is_coalesced=True, check_invariants=False)
-    total = true if old is None else old + true
-    p.grad = _accepted(total.coalesce() if total.is_sparse else total, p)
 
 
 def _norm(grads: list[Tensor]) -> Tensor:

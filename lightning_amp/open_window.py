@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_amp.engine import Engine
 from lightning_amp.entry_reader import CheckpointError, Reader, short
-from lightning_amp.gradients import Pending
 from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.loss_scaler import LossScaler, Scale
+from lightning_amp.pending import Pending
 from lightning_amp.windows import Grads, Windows, of_all_processes
 
 ENTRY = "amp_open_window"

@@ -157,7 +157,7 @@ class PlainTraining:
             training.shown.take_back()
             if training.engine is not None and training is not self:
                 training.engine.unscale()
-                self.engine.gradients.in_place &= training.engine.gradients.in_place
+                self.engine.gradients.collector.in_place &= training.engine.gradients.collector.in_place
         _here.in_block = True
         try:
             with self.engine.scaled_loss(
@@ -270,7 +270,7 @@ class PlainTraining:
 
     def _on_wrapped(self, wrapper: DistributedDataParallel) -> None:
         if self.engine is not None:
-            self.engine.gradients.in_place &= not wrapper.gradient_as_bucket_view
+            self.engine.gradients.collector.in_place &= not wrapper.gradient_as_bucket_view
             self.engine.gradients.reducing = True
         self.masters.broadcast()  # DDP brings the half weights in line, and knows of nothing else
 

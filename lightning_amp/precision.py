@@ -234,7 +234,7 @@ class AmpPrecision(Precision):
             max_consecutive_skips=self._max_consecutive_skips,
         )
         if self._ddp is not None:
-            self._engine.gradients.in_place = not self._ddp.gradient_as_bucket_view
+            self._engine.gradients.collector.in_place = not self._ddp.gradient_as_bucket_view
             self._masters.broadcast()  # DDP brings the half weights in line, and knows of nothing else
         if optimizers and before is not None and list(map(id, before.optimizers)) == list(map(id, optimizers)):
             self._engine.load_state_dict(before.state_dict())  # an evaluation after `fit` forgets nothing

@@ -150,7 +150,7 @@ def test_c10_a_scale_that_moves_meanwhile_does_not_touch_a_window() -> None:
 def test_a_window_whose_gradient_is_cleared_or_replaced_lets_go_of_it(lost: str, end: str, in_place: bool) -> None:
     p, q = param(1.0), param(1.0)
     engine = simple(p, q)
-    engine.gradients.in_place = in_place
+    engine.gradients.collector.in_place = in_place
     engine.backward((p + q).sum(), delay_unscale=True)
     if lost == "zeroed":
         torch.optim.SGD([p]).zero_grad(set_to_none=False)
