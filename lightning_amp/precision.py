@@ -2,19 +2,18 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp import open_window
@@ -24,22 +23,21 @@ from lightning_amp.checkpoint import grad_scaler_state
 from lightning_amp.cpu_casts import listed_casts
 from lightning_amp.engine import Engine
 from lightning_amp.function_patches import FunctionPatches
-from lightning_amp.kernels.reference import HALF_DTYPES
-from lightning_amp.loss_scaler import LossScalers, name_of, read_accounts
-from lightning_amp.master_weights import MasterWeights, merged
+from lightning_amp.loss_scaler import LossScalers, name_of
+from lightning_amp.master_weights import MasterWeights
 from lightning_amp.notices import notices
 from lightning_amp.opt_levels import resolve
-from lightning_amp.outcomes import LossAccount, Outcome
+from lightning_amp.outcomes import Outcome
+from lightning_amp.precision_answers import Answers
+from lightning_amp.precision_checks import refuse_device, refuse_half, refuse_lbfgs, refuse_strategy
 from lightning_amp.saved_state import GRAD_SCALER_ENTRIES, Saved, find, read
 from lightning_amp.schedulers import SkipAwareScheduler
 from lightning_amp.windows import Windows
 
-_SUPPORTED_STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
-_UNSUPPORTED_STRATEGIES = {"DeepSpeedStrategy", "ModelParallelStrategy"}  # the first derives from DDPStrategy
 _NAMES = {torch.float16: "16", torch.bfloat16: "bf16"}
 
 
-class AmpPrecision(Precision):
+class AmpPrecision(Answers, Precision):
     """Mixed precision for any number of optimizers and losses: ``Trainer(plugins=[AmpPrecision("O1")])``.
 
     Args:
@@ -175,7 +173,7 @@ class AmpPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         if self.config.cast_model_type is None:
             if not self.config.passive or self.config.opt_level == "O0":
-                self._refuse_half(module)
+                refuse_half(module, self.config)
             if self.config.cast_model_outputs is None:
                 return module
         if self._conversion is None:
@@ -183,24 +181,17 @@ class AmpPrecision(Precision):
             self._conversion.convert(module, root_is_model=False)
         return module
 
-    def _refuse_half(self, module: nn.Module) -> None:
-        for name, param in module.named_parameters():
-            if param.dtype in HALF_DTYPES:
-                raise MisconfigurationException(
-                    f"Parameter {name!r} is {param.dtype} already, and opt_level={self.config.opt_level!r} trains "
-                    "float32 weights. Convert it with .float(), or use opt_level='O2' or 'O3', which train half ones."
-                )
-
     @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
         strategy: Any = inner.trainer.strategy
-        self._refuse_strategy(strategy)
+        refuse_strategy(strategy)
         # Lightning's summary counts 32 bits a weight where it does not know the name, and warns: here that is right.
         warnings.filterwarnings("ignore", rf"Precision {self.precision} is not supported by the model summary")
         device = strategy.root_device
+        refuse_device(device, self.config)
         self._stage = inner.trainer.state.fn
         self._optimizers, self._trainer = optimizers, inner.trainer
         self._windows, self._loaded_window = Windows(optimizers, inner), None
@@ -213,7 +204,7 @@ class AmpPrecision(Precision):
             self._take_loaded()
             self._say(device, inner)
             return model, optimizers, lr_schedulers
-        self._refuse_lbfgs(optimizers)
+        refuse_lbfgs(optimizers, self.config)
         self._device_type = device.type
         self._cache = bool(self.config.cache_casts) and cache_is_sound(device.type)
         before = self._engine
@@ -259,21 +250,6 @@ class AmpPrecision(Precision):
             record = self.engine.record(optimizer)
             config.scheduler = SkipAwareScheduler(config.scheduler, lambda: record.progress)
         self._held.append(config.scheduler)
-
-    def _refuse_strategy(self, strategy: Any) -> None:
-        names = {c.__name__ for c in type(strategy).__mro__}
-        if names & _UNSUPPORTED_STRATEGIES or not names & _SUPPORTED_STRATEGIES:
-            raise MisconfigurationException(
-                f"{type(strategy).__name__} cannot be used with AmpPrecision, which would not see its gradients as "
-                "they are. Use a single device, 'ddp', 'ddp_spawn' or 'ddp_fork', or that strategy's own precision."
-            )
-
-    def _refuse_lbfgs(self, optimizers: list[Optimizer]) -> None:
-        if any(isinstance(o, LBFGS) for o in optimizers):
-            raise MisconfigurationException(
-                f"LBFGS cannot be used at opt_level={self.config.opt_level!r}: it runs the backward pass inside its "
-                "step, where a scale cannot be taken out. Use opt_level='O0', or another optimizer."
-            )
 
     def _say(self, device: torch.device, module: nn.Module) -> None:
         if self._said:
@@ -337,19 +313,6 @@ class AmpPrecision(Precision):
         self._passes_before = self._windows.passes
         with self.forward_context():
             yield
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of the training under way.
-
-        Raises:
-            RuntimeError: There is none: before `fit`, or at plain O0.
-        """
-        if self._engine is None:
-            raise RuntimeError(
-                "There is no engine: it exists from fit on, at O1, O2 and O3 (O0 leaves all to Lightning)."
-            )
-        return self._engine
 
     @override
     def backward(  # type: ignore[override]
@@ -432,86 +395,7 @@ class AmpPrecision(Precision):
         elif clip_val > 0 and not self.rehearsing:
             self.engine.clip(optimizer, clip_val, GradClipAlgorithmType(gradient_clip_algorithm).value)
 
-    # What the user may ask
-
-    def masters(self, optimizer: Any) -> AbstractContextManager[None]:
-        """Has ``optimizer`` hold its float32 masters inside the block, to read or to edit them.
-
-        Args:
-            optimizer: One of the trainer's, wrapped by Lightning or not.
-        """
-        return self.engine.lent_masters(optimizer)
-
-    def outcome(self, optimizer: Any) -> Outcome | None:
-        """Returns what the latest ``step()`` of ``optimizer`` did; waits for the device where it alone knows.
-
-        Args:
-            optimizer: One of the trainer's, wrapped by Lightning or not.
-        """
-        return self.engine.outcome(optimizer)
-
-    def real_steps(self, optimizer: Any) -> int:
-        """Returns how often ``optimizer`` really stepped; waits for the device where it alone knows of the latest step.
-
-        Args:
-            optimizer: One of the trainer's, wrapped by Lightning or not.
-        """
-        return self.engine.counts(optimizer)[Outcome.STEPPED]
-
-    def fp32_values(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Returns the float32 value that each parameter stands for: that of its master at O2.
-
-        Args:
-            params: Parameters of the module that is being trained.
-
-        Returns:
-            Tensors that must not be written to: fresh ones for half parameters, the parameters' own values for others.
-        """
-        masters = [(p, self._masters.of(p)) for p in params]
-        return [p.detach().float() if master is None else merged(p, master) for p, master in masters]
-
-    def grad(
-        self, outputs: Any, inputs: Any, grad_outputs: Any = None, *, create_graph: bool = False, **kwargs: Any
-    ) -> tuple[Tensor | None, ...]:
-        """`torch.autograd.grad` under a loss scale of its own; see `Engine.grad`. At plain O0 it is torch's.
-
-        Args:
-            outputs: What to differentiate.
-            inputs: With respect to what.
-            grad_outputs: As in `torch.autograd.grad`.
-            create_graph: Whether the result can be differentiated again.
-            **kwargs: ``retain_graph``, ``allow_unused``.
-
-        Returns:
-            The true gradients.
-        """
-        grad = torch.autograd.grad if self.config.passive else self.engine.grad
-        return tuple(grad(outputs, inputs, grad_outputs, create_graph=create_graph, **kwargs))
-
-    def accounts(self) -> dict[str, LossAccount]:
-        """Returns what each loss scale has been through, by name: one host synchronisation each. Empty at O0."""
-        return {} if self._scalers is None else {s.name: s.account() for s in self._scalers}
-
-    def read_accounts(self, norms: list[Tensor]) -> tuple[dict[str, LossAccount], list[float]]:
-        """Returns what `accounts` does, and numbers of the caller's beside, with one host synchronisation in all.
-
-        Args:
-            norms: 0-dim tensors, from `grad_norm` say.
-        """
-        scalers = [] if self._scalers is None else list(self._scalers)
-        return read_accounts(scalers, norms)
-
-    def grad_norm(self, optimizer: Any) -> Tensor:
-        """Returns the total 2-norm of the true gradients of ``optimizer``: 0-dim float32, no host synchronisation.
-
-        Args:
-            optimizer: One of the trainer's, wrapped by Lightning or not.
-        """
-        return self.engine.norm(optimizer)
-
-    def loss_scales(self) -> dict[str, float]:
-        """Returns each scaler's present scale by name; one host synchronisation each. Empty at O0."""
-        return {} if self._scalers is None else {s.name: s.read().scale for s in self._scalers}
+    # State
 
     @override
     def state_dict(self) -> dict[str, Any]:

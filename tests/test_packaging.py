@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FRONT_ENDS = {"__init__", "precision", "trainer_arguments"}
+FRONT_ENDS = {"__init__", "precision", "precision_checks", "trainer_arguments"}
 KERNELS = sorted(path.name for path in (ROOT / "kernels").glob("*.py"))
 CORE = sorted(path.stem for path in (ROOT / "lightning_amp").glob("*.py") if path.stem not in FRONT_ENDS)
 

@@ -264,6 +264,13 @@ def test_deepspeed_is_refused(level: str) -> None:
         fit(mean_module(), amp(level), strategy=stand_in(device="cpu"))
 
 
+def test_c90_a_device_without_autocast_is_refused_where_functions_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device_type: False)
+    with pytest.raises(MisconfigurationException, match="opt_level='O1' casts functions.* on 'cpu'.*opt_level='O2'"):
+        fit(mean_module(), amp("O1"))
+    fit(mean_module(), amp("O2"))
+
+
 def test_a_strategy_derived_from_a_supported_one_is_taken() -> None:
     derived = type("MyStrategy", (SingleDeviceStrategy,), {})
     module = mean_module()
