@@ -112,8 +112,8 @@ class Alarm:
         )
         passes = "last backward pass" if state.streak == 1 else f"last {state.streak:.0f} backward passes"
         return (
-            f"The {passes} of {scaler.name} overflowed (scale {state.scale:g}); the first parameter with a non-finite "
-            f"gradient was {where}, and {loss}."
+            f"The {passes} of {scaler.name} overflowed (scale now {state.scale:g}); the first parameter with a "
+            f"non-finite gradient was {where}, and {loss}."
         )
 
     def causes(self) -> list[str]:

@@ -221,6 +221,8 @@ def test_reports_end_at_the_limit_and_the_last_says_so():
     fit(module, amp("O1"), BATCHES, callbacks=[report])
     first, second = report.reports
     assert "limit" not in first
+    assert "A few of these are normal while a dynamic scale settles." in first
+    assert "are normal" not in second
     assert "report 2 of limit=2; later skips are only counted" in second
 
 

@@ -34,7 +34,7 @@ class NonFiniteReport(Callback):
             several processes each looks at its own batch, and one whose batch was bad warns beside the first.
         restore_buffers: Whether buffers (BatchNorm's running statistics) get back the values from before a batch that
             skipped a step. Costs a copy of the floating buffers each batch.
-        limit: Reports at the most. A few skips at the start are normal: that is how a scale finds its height.
+        limit: Reports at the most.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -97,6 +97,8 @@ class NonFiniteReport(Callback):
             lines.append(
                 f"Run again, every module's output was finite: the overflow is in the backward pass{elsewhere}."
             )
+        if not self.reports and plugin.config.rule.dynamic:
+            lines.append("A few of these are normal while a dynamic scale settles.")
         if len(self.reports) + 1 == self.limit:
             lines.append(f"That was report {self.limit} of limit={self.limit}; later skips are only counted.")
         self.reports.append("\n  ".join(lines))
