@@ -1,31 +1,31 @@
 """One backward, one step: ties scalers, gradients, masters and optimizers together, and knows no framework."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_amp import checkpoint, scaler_choice
+from lightning_amp import scaler_choice
 from lightning_amp.alarm import Alarm
 from lightning_amp.autocast import no_autocast
 from lightning_amp.awaited_backward import AwaitedBackward
+from lightning_amp.engine_answers import EngineAnswers
+from lightning_amp.engine_checks import partners, refuse_optimizer_in_backward
 from lightning_amp.gradients import Gradients, dense_values
 from lightning_amp.kernels.devices import Backends
 from lightning_amp.loss_scaler import GRAD_KEY, LossScaler, LossScalers, Scale
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
-from lightning_amp.outcomes import LossAccount, Outcome, OutcomeRecord
 from lightning_amp.pending import Window
 from lightning_amp.readings import Known
-from lightning_amp.saved_state import read
 from lightning_amp.scaled_grad import scaled_grad, wide
 from lightning_amp.stepper import Stepper
 
 
-class Engine:
+class Engine(EngineAnswers):
     """Runs backward passes and optimizer steps in mixed precision.
 
     Args:
@@ -70,8 +70,9 @@ class Engine:
         device = torch.device(device)
         self.config = config
         self.optimizers = list(optimizers)
-        self._partners = self._group(skip_together)
-        self._refuse_optimizer_in_backward(modules)
+        self._partners = partners(skip_together, len(self.optimizers))
+        if config.loss_scale != 1.0:
+            refuse_optimizer_in_backward(modules)
         self.masters = MasterWeights(False) if masters is None else masters
         self.scalers = LossScalers(config, device) if scalers is None else scalers
         self.scalers.to(device)
@@ -94,54 +95,7 @@ class Engine:
             self.masters.ensure(Gradients.of(optimizer))
         return [p for module in self._modules for p in module.parameters()]
 
-    def _group(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        count = len(self.optimizers)
-        for i in (i for group in groups for i in group):
-            if not 0 <= i < count:
-                raise ValueError(
-                    f"skip_together names optimizer {i}; there are {count}, so 0 to {count - 1} are allowed."
-                )
-        return [sorted({j for group in groups if i in group for j in group} - {i}) for i in range(count)]
-
-    def name_of(self, param: Tensor) -> str:
-        """Returns a parameter's name in its model, or its shape where it is in none."""
-        for module in self._modules:
-            for name, candidate in module.named_parameters():
-                if candidate is param:
-                    return name
-        return f"a parameter of shape {list(param.shape)}"
-
-    def _refuse_optimizer_in_backward(self, modules: Sequence[nn.Module]) -> None:
-        if self.config.loss_scale == 1.0:
-            return
-        for module in modules:
-            for name, param in module.named_parameters():
-                if getattr(param, "_post_accumulate_grad_hooks", None):  # there is no public way to ask
-                    raise ValueError(
-                        f"Parameter {name!r} has a post-accumulate-grad hook, which would see its gradient multiplied "
-                        "by the loss scale. Remove the hook and step after the backward pass, or set loss_scale=1."
-                    )
-
     # Which optimizer, which scaler
-
-    def index(self, optimizer: Any) -> int:
-        """Returns the place of ``optimizer`` among this engine's.
-
-        Args:
-            optimizer: One of them, or a wrapper: one that keeps it as ``_optimizer`` (as Lightning's does), or one that
-                has the very list of its ``param_groups``.
-
-        Raises:
-            ValueError: It is none of them.
-        """
-        raw = getattr(optimizer, "__dict__", {}).get("_optimizer", optimizer)
-        for i, mine in enumerate(self.optimizers):
-            if mine is raw or mine.param_groups is getattr(raw, "param_groups", None):
-                return i
-        raise ValueError(
-            f"{type(raw).__name__} is not one of the {len(self.optimizers)} optimizers of this training. Use those "
-            "that it was started with (self.optimizers() in a LightningModule)."
-        )
 
     def scaler_for(self, loss: Tensor, loss_id: int | None, optimizers: Any, lists: list[list[Tensor]]) -> LossScaler:
         """Chooses the scaler of a backward pass: a question of range only, the gradients come out the same.
@@ -446,78 +400,6 @@ class Engine:
                 create_graph=create_graph,
                 allow_unused=allow_unused,
             )
-
-    def stepping(self, optimizer: Any) -> bool:
-        """Tells whether it is this engine that runs the ``step`` of ``optimizer`` now."""
-        return self._steppers[self.index(optimizer)].stepping
-
-    def lent_masters(self, optimizer: Any) -> AbstractContextManager[None]:
-        """Has ``optimizer`` hold its float32 masters inside the block: to read, edit or step them.
-
-        Edits of half weights are taken over on entering; the half weights are refreshed on leaving.
-
-        Args:
-            optimizer: One of this engine's.
-        """
-        return self._steppers[self.index(optimizer)].lent()
-
-    def outcome(self, optimizer: Any) -> Outcome | None:
-        """Returns what the latest ``step()`` of ``optimizer`` did, None before the first.
-
-        Waits for the device where only it knows.
-
-        Args:
-            optimizer: One of this engine's.
-        """
-        return self._steppers[self.index(optimizer)].record.latest
-
-    def record(self, optimizer: Any) -> OutcomeRecord:
-        """Returns all that is known of the steps of ``optimizer``; asking it waits for nothing unless it says so."""
-        return self._steppers[self.index(optimizer)].record
-
-    def causes(self) -> list[str]:
-        """Returns a sentence for each loss whose latest backward pass overflowed; one host synchronisation a scaler."""
-        return self._alarm.causes()
-
-    def accounts(self) -> dict[str, LossAccount]:
-        """Returns what each loss scale has been through, by name: one host synchronisation each."""
-        return {scaler.name: scaler.account() for scaler in self.scalers}
-
-    def counts(self, optimizer: Any) -> dict[Outcome, int]:
-        """Returns how often each outcome occurred for ``optimizer``; waits as `outcome` does."""
-        return self._steppers[self.index(optimizer)].record.counts
-
-    def loss_scales(self) -> dict[str, float]:
-        """Returns every scaler's present scale by name: one host synchronisation each."""
-        return {scaler.name: scaler.read().scale for scaler in self.scalers}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns plain numbers, strings, lists and dicts: the scalers and what became of the optimizers' steps.
-
-        One host synchronisation a scaler.
-        """
-        records = [stepper.record.state_dict() for stepper in self._steppers]
-        return checkpoint.write(self.config, self._num_losses, self.scalers, records)
-
-    def load_state_dict(self, state: Any, name: str = "state") -> list[str]:
-        """Takes over what of a saved state fits; the scalers there were are forgotten.
-
-        Args:
-            state: From `state_dict`, also of an older version or another training, from Apex's ``amp.state_dict()`` or
-                from a `torch.amp.GradScaler`.
-            name: How messages call it.
-
-        Returns:
-            What was dropped or starts anew, in words.
-
-        Raises:
-            CheckpointError: It is damaged or of no known format; nothing is taken over.
-        """
-        fitted = checkpoint.fit(read(state, name), self.config, self._num_losses, len(self.optimizers))
-        self.scalers.replace(fitted.scalers)
-        for stepper, record in zip(self._steppers, fitted.optimizers, strict=False):
-            stepper.record.load_state_dict(record)
-        return fitted.left_out
 
     def close(self) -> None:
         """Removes every hook; the masters and scalers stay."""
