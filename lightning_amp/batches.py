@@ -5,7 +5,7 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -67,25 +67,51 @@ def cast(value: Any, dtype: torch.dtype, doubles: bool = True, uncast: Names = (
         >>> cast({"x": torch.ones(1), "label": torch.ones(1, dtype=torch.int64)}, torch.float16)["x"].dtype
         torch.float16
     """
+    return _cast(value, _How(dtype, doubles, uncast, {}))
+
+
+def cast_call(args: Any, kwargs: Any, dtype: torch.dtype, doubles: bool = True, uncast: Names = ()) -> tuple[Any, Any]:
+    """As `cast`, for the arguments of a call: a tensor that is given twice stays one.
+
+    Args:
+        args: Positional ones.
+        kwargs: Those by keyword.
+        dtype: As in `cast`, like the rest.
+        doubles: See there.
+        uncast: See there.
+    """
+    how = _How(dtype, doubles, uncast, {})
+    return _cast(args, how), _cast(kwargs, how)
+
+
+class _How(NamedTuple):
+    """How a tree is cast; ``seen`` has what became of each tensor, so that one which is there twice stays one."""
+
+    dtype: torch.dtype
+    doubles: bool
+    uncast: Names
+    seen: dict[Tensor, Tensor]
+
+
+def _cast(value: Any, how: _How) -> Any:
     if _registered:
         for cls in type(value).__mro__:
             if cls in _registered:
-                return _registered[cls](value, dtype)
+                return _registered[cls](value, how.dtype)
     if isinstance(value, Tensor):
-        wanted = value.is_floating_point() and (doubles or value.dtype is not torch.float64)
-        return value.to(dtype) if wanted else value
+        return _cast_tensor(value, how)
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (tuple, list)):
-        return _cast_sequence(value, dtype, doubles, uncast)
+        return _cast_sequence(value, how)
     if isinstance(value, Mapping):
-        return _cast_mapping(value, dtype, doubles, uncast)
+        return _cast_mapping(value, how)
     if isinstance(value, nn.Module):
         return value
     if callable(getattr(value, "to", None)):
-        return _cast_by_itself(value, dtype, uncast)
+        return _cast_by_itself(value, how)
     if dataclasses.is_dataclass(value):
-        return _cast_dataclass(value, dtype, doubles, uncast)
+        return _cast_dataclass(value, how)
     return value
 
 
@@ -105,10 +131,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
-def _cast_named(named: Mapping[Any, Any], dtype: torch.dtype, doubles: bool, uncast: Names) -> dict[Any, Any]:
+def _cast_tensor(value: Tensor, how: _How) -> Tensor:
+    if value.dtype is how.dtype or not value.is_floating_point() or (value.dtype is torch.float64 and not how.doubles):
+        return value
+    if value not in how.seen:  # a tensor's hash is its identity
+        how.seen[value] = value.to(how.dtype)
+    return how.seen[value]
+
+
+def _cast_named(named: Mapping[Any, Any], how: _How) -> dict[Any, Any]:
     return {
-        name: item if uncast and _is_named(name, uncast) else cast(item, dtype, doubles, uncast)
-        for name, item in named.items()
+        name: item if how.uncast and _is_named(name, how.uncast) else _cast(item, how) for name, item in named.items()
     }
 
 
@@ -116,11 +149,11 @@ def _is_named(name: Any, patterns: Names) -> bool:
     return isinstance(name, str) and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _cast_sequence(value: Any, dtype: torch.dtype, doubles: bool, uncast: Names) -> Any:
-    if uncast and hasattr(value, "_fields"):
-        items = list(_cast_named(dict(zip(value._fields, value, strict=True)), dtype, doubles, uncast).values())
+def _cast_sequence(value: Any, how: _How) -> Any:
+    if how.uncast and hasattr(value, "_fields"):
+        items = list(_cast_named(dict(zip(value._fields, value, strict=True)), how).values())
     else:
-        items = [cast(item, dtype, doubles, uncast) for item in value]
+        items = [_cast(item, how) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     if hasattr(value, "_fields"):
@@ -128,8 +161,8 @@ def _cast_sequence(value: Any, dtype: torch.dtype, doubles: bool, uncast: Names)
     return _rebuilt(value, items)
 
 
-def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype, doubles: bool, uncast: Names) -> Any:
-    items = _cast_named(value, dtype, doubles, uncast)
+def _cast_mapping(value: Mapping[Any, Any], how: _How) -> Any:
+    items = _cast_named(value, how)
     if all(items[key] is item for key, item in value.items()):
         return value
     if not isinstance(value, (dict, UserDict)):
@@ -151,9 +184,9 @@ def _rebuilt(value: Any, items: Any) -> Any:
         ) from error
 
 
-def _cast_dataclass(value: Any, dtype: torch.dtype, doubles: bool, uncast: Names) -> Any:
+def _cast_dataclass(value: Any, how: _How) -> Any:
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-    items = _cast_named(fields, dtype, doubles, uncast)
+    items = _cast_named(fields, how)
     changed = {name: item for name, item in items.items() if item is not fields[name]}
     if not changed:
         return value
@@ -163,24 +196,24 @@ def _cast_dataclass(value: Any, dtype: torch.dtype, doubles: bool, uncast: Names
     return new
 
 
-def _cast_by_itself(value: Any, dtype: torch.dtype, uncast: Names) -> Any:
+def _cast_by_itself(value: Any, how: _How) -> Any:
     fields = _attributes(value)
     floats = [t for t in tensors_in(fields) if t.is_floating_point()]
-    if floats and all(t.dtype is dtype for t in floats):
+    if floats and all(t.dtype is how.dtype for t in floats):
         return value  # a state that a model writes into, say
     try:
         # The copy is asked, because some convert themselves in place, and targets in the batch are to stay as they are.
         twin = copy.copy(value)
-        new = twin.to(dtype)
+        new = twin.to(how.dtype)
     except (TypeError, ValueError, AttributeError):
         return value  # its `to` takes no dtype; what reaches a module is cast there
     new = twin if new is None else new
     if type(new) is type(value):
         for name, old in fields.items():
-            if _is_named(name, uncast):
+            if _is_named(name, how.uncast):
                 object.__setattr__(new, name, old)
             elif _integers(getattr(new, name, None)) != _integers(old):
-                object.__setattr__(new, name, cast(old, dtype))
+                object.__setattr__(new, name, _cast(old, how))
     return new
 
 

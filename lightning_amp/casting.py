@@ -5,6 +5,7 @@ time; none counts calls, because activation checkpointing runs inner modules a s
 """
 
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -17,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from lightning_amp.batches import Names, cast
+from lightning_amp.batches import Names, cast, cast_call
 from lightning_amp.fp32_state_dicts import LoadFp32, SaveFp32
 from lightning_amp.late_modules import LateModules
 from lightning_amp.master_weights import MasterWeights
@@ -29,7 +30,7 @@ def _cast_inputs(
 ) -> Any:
     if args and type(args[0]) is Tensor and args[0].dtype is dtype and not args[1:] and not kwargs:
         return None  # told without a call, since this runs for every module that owns weights
-    return cast(args, dtype, uncast=uncast), cast(kwargs, dtype, uncast=uncast)
+    return cast_call(args, kwargs, dtype, uncast=uncast)
 
 
 def cast_outputs(module: nn.Module, args: Any, output: Any, *, dtype: torch.dtype) -> Any:
@@ -269,6 +270,13 @@ _DTYPE_ERROR = re.compile(
 )
 
 
+_REMEDY = (
+    "A half weight met a tensor of another dtype, or a function that knows no half. Weights are half at this opt "
+    "level, and inputs are cast where a module is called: call the module instead of using its weight in a function, "
+    "name it in keep_fp32, or set patch_torch_functions=True, which adds autocast."
+)
+
+
 @contextmanager
 def explained_dtype_errors() -> Iterator[None]:
     """Adds the remedy to torch's error where a half weight met another dtype or a function that knows no half."""
@@ -277,8 +285,11 @@ def explained_dtype_errors() -> Iterator[None]:
     except RuntimeError as error:
         if not _DTYPE_ERROR.search(str(error)):
             raise
-        raise type(error)(
-            f"{error}\nA half weight met a tensor of another dtype, or a function that knows no half. Weights are half "
-            "at this opt level, and inputs are cast where a module is called: call the module instead of using its "
-            "weight in a function, name it in keep_fp32, or set patch_torch_functions=True, which adds autocast."
-        ) from error
+        raise type(error)(f"{error}\n{_REMEDY}") from error
+
+
+def explain_failure(module: nn.Module, args: Any, output: Any) -> None:
+    """As `explained_dtype_errors`, for a forward hook that is called also when ``forward`` raised."""
+    error = sys.exc_info()[1] if output is None else None
+    if isinstance(error, RuntimeError) and _DTYPE_ERROR.search(str(error)) and _REMEDY not in str(error):
+        error.args = (f"{error}\n{_REMEDY}",)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_amp.autocast import no_autocast
-from lightning_amp.batches import cast, tensors_in
+from lightning_amp.batches import cast_call, tensors_in
 from lightning_amp.cast_lists import Kind
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -191,4 +191,4 @@ def cast_arguments(kind: Kind, device: str, args: Any, kwargs: Any) -> tuple[Any
         if len(dtypes) < 2:
             return args, kwargs
         dtype = functools.reduce(torch.promote_types, dtypes)
-    return cast(args, dtype, doubles=False), cast(kwargs, dtype, doubles=False)
+    return cast_call(args, kwargs, dtype, doubles=False)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_amp.autocast import cache_is_sound
 from lightning_amp.cast_regions import EnterModel, ambient, kept_out, leave_model
-from lightning_amp.casting import Conversion, cast_outputs
+from lightning_amp.casting import Conversion, cast_outputs, explain_failure
 from lightning_amp.engine import Engine
 from lightning_amp.function_patches import FunctionPatches
 from lightning_amp.gradients import Gradients
@@ -79,6 +79,7 @@ class PlainTraining:
             self.conversion = Conversion(self.config, self.masters)
             for model in self.models:
                 self.conversion.convert(model, root_is_model=True)
+                self._handles.append(model.register_forward_hook(explain_failure, always_call=True))
         if not self.config.passive:
             self.engine = Engine(
                 self.config,

@@ -174,6 +174,51 @@ def test_c54_float32_noise_and_targets_meet_a_model_in_any_way(level: str, way: 
             assert (p.grad.float() - q.grad).norm() <= 0.02 * q.grad.norm() + 1e-3
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_c54_an_error_over_dtypes_inside_a_model_names_the_remedy(level: str) -> None:
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.inner = nn.ModuleList([nn.Linear(4, 4)])
+
+        def forward(self, x: Tensor, fail: str) -> Tensor:
+            if fail == "dtype":
+                return x.float() @ self.layer.weight
+            if fail == "other":
+                raise RuntimeError("another one")
+            return self.layer(x)
+
+    model = amp.initialize(Uses(), opt_level=level, verbosity=0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"call the module.*keep_fp32.*patch_torch_functions=True") as caught:
+            model(torch.ones(1, 4), "dtype")
+        assert str(caught.value).count("keep_fp32") == 1
+    with pytest.raises(RuntimeError, match=r"^another one$"):
+        model(torch.ones(1, 4), "other")
+    assert model(torch.ones(1, 4), "").dtype is torch.float32
+    amp.deinitialize()
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_c54_a_tensor_that_is_given_twice_stays_one(level: str) -> None:
+    """Attention tells self-attention by it, and so does a model that looks for it."""
+
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, *, key: Tensor, others: dict[str, Tensor]) -> Tensor:
+            assert x is key is others["value"]
+            return self.layer(x)
+
+    model = amp.initialize(Same(), opt_level=level, verbosity=0)
+    x = torch.ones(1, 4)
+    assert model(x, key=x, others={"value": x}).dtype is torch.float32
+
+
 # I. Batches of any kind reach a model in its dtype
 
 

@@ -305,3 +305,26 @@ def test_a_compiled_model_is_cast_like_another() -> None:
     assert [t.dtype for t in runs[0][:8]] == half
     for mine, theirs in zip(*runs, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_model_is_compiled_once(level: str) -> None:
+    """In one piece, whatever tensors it is given and whatever becomes of its weights."""
+    torch._dynamo.reset()
+    pieces: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        pieces.append(sum(node.target is nn.functional.linear for node in graph.graph.nodes))
+        return graph.forward
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0, init_scale=SCALE)
+    compiled, counts = torch.compile(net, backend=backend), []
+    for _ in range(4):
+        block(compiled(torch.randn(3, 4)), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(len(pieces))
+    assert len(set(counts)) == 1
+    assert [layers for layers in pieces if layers] == [2]
