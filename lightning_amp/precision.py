@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -338,7 +339,7 @@ class AmpPrecision(Answers, Precision):
             run=lambda scaled, **rest: model.backward(scaled, *args, **rest),
             loss_id=loss_id,
             optimizers=optimizers,
-            delay_unscale=delay_unscale or self._inside_window(model),
+            delay_unscale=delay_unscale or (self._inside_window(model) and not self._looked_at(model)),
             hold=unreduced,
             **kwargs,
         )
@@ -350,6 +351,12 @@ class AmpPrecision(Answers, Precision):
             return False
         # Short last windows, and schedules that change the window, are known to Lightning's loop alone.
         return model.trainer.fit_loop.epoch_loop._should_accumulate()
+
+    @staticmethod
+    def _looked_at(model: "pl.LightningModule") -> bool:
+        """Tells whether there is a hook that is to see the gradients of each micro-batch."""
+        hooked = (model, *model.trainer.callbacks)  # type: ignore[attr-defined]
+        return any(is_overridden("on_after_backward", it) for it in hooked)
 
     @override
     def optimizer_step(  # type: ignore[override]

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 
 from lightning_amp import Outcome
-from tests.helpers.modules import SCALED_LEVELS, Scripted, amp, fit
+from tests.helpers.modules import HALF_LEVELS, SCALED_LEVELS, Scripted, amp, fit
 
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(12)]
 
@@ -203,3 +204,28 @@ def test_autograd_that_raises_in_the_middle_leaves_gradients_as_they_were(level)
         module.optimizers().zero_grad()
 
     fit(Scripted(step, sgd, net=network()), amp(level), BATCHES[:2])
+
+
+class Looks(pl.Callback):
+    """Records the gradients after each pass, and halves them where they are."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self.seen.append(torch.cat([p.grad.float().flatten() for p in module.parameters()]))
+        for p in module.parameters():
+            p.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+def test_c07_a_hook_after_each_pass_of_a_window_sees_and_edits_true_gradients(level):
+    def train(plugin: Any) -> tuple[list[Tensor], Tensor]:
+        module, looks = automatic()(), Looks()
+        fit(module, plugin, BATCHES[:5], accumulate_grad_batches=3, callbacks=[looks])
+        return looks.seen, torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    (seen, weights), (plain, expected) = train(amp(level, loss_scale=1024.0)), train(None)
+    tolerance = {"O1": 2e-3, "O2": 2e-3, "O3": 2e-2}[level]
+    for mine, theirs in zip([*seen, weights], [*plain, expected], strict=True):
+        assert (mine - theirs).norm() <= tolerance * theirs.norm()
