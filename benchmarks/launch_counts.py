@@ -6,13 +6,14 @@ The step runs on fake CUDA tensors, on which any look at a value raises. On a te
 """
 
 import math
-import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from benchmarks.shapes import LISTS, Shape
 from lightning_amp import Engine, resolve
 from lightning_amp.kernels.launches import Launch, counting
 from lightning_amp.master_weights import MasterWeights
+from lightning_amp.outcomes import OutcomeRecord
 
 ADAM = 28
 """Bytes an element that torch's fused Adam moves: gradient, weight, two moments read; all but the gradient written."""
@@ -62,16 +64,14 @@ class _Operations(TorchDispatchMode):
 
 
 @contextmanager
-def _no_events() -> Iterator[None]:
-    """Events need a driver, and a fake device has none."""
-    event = torch.cuda.Event
-    torch.cuda.Event = lambda: types.SimpleNamespace(  # type: ignore[assignment, misc]
-        record=lambda: None, synchronize=lambda: None
-    )
-    try:
+def no_driver() -> Iterator[None]:
+    """Lets steps run on fake devices, which have no events, no captures, and no outcome that could be read later."""
+    with ExitStack() as patches:
+        event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+        patches.enter_context(patch.object(torch.cuda, "Event", lambda: event))
+        patches.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
+        patches.enter_context(patch.object(OutcomeRecord, "settle", lambda self: None))
         yield
-    finally:
-        torch.cuda.Event = event  # type: ignore[misc]
 
 
 def count_step(
@@ -92,7 +92,7 @@ def count_step(
         devices: Where the parameters are, by turns; the scaler is on the first.
         **options: For the optimizer; by default ``fused=True``.
     """
-    with FakeTensorMode(), _no_events():
+    with FakeTensorMode(), no_driver():
         params = [nn.Parameter(torch.empty(s, device=d)) for s, d in zip(shapes, cycle(devices), strict=False)]
         stepping = optimizer(params, **(options or {"fused": True}))
         for p in params:
@@ -106,23 +106,20 @@ def count_step(
         engine = Engine(config, [stepping], masters=masters, device=devices[0], max_consecutive_skips=None)
         loss = torch.empty((), device=devices[0])
 
-        def backward() -> None:
+        def step() -> None:
+            stepping.zero_grad()
             with engine.scaled_loss(loss, at_once=True):
                 for p in params:
                     p.grad = torch.empty_like(p)
+                operations.seen.clear()
+            if clip:
+                engine.clip(stepping, 1.0)
+            engine.step(stepping)
 
         with _Operations() as operations:
-            with engine.lent_masters(stepping):
-                pass  # the addresses of weights are on the device from the second step on
-            backward()
-            engine.norm(stepping)
-            stepping.zero_grad()
+            step()  # from the second step on, tables and the addresses of weights are on the device
             with counting() as log:
-                backward()
-                operations.seen.clear()
-                if clip:
-                    engine.clip(stepping, 1.0)
-                engine.step(stepping)
+                step()
     return _summary(log, operations.seen, sum(map(math.prod, shapes)))
 
 

@@ -30,7 +30,7 @@ def _unscale(new, out, at, mask, inv_scale, FLAGS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["offset"],
-    do_not_specialize_on_alignment=["inv_scale", "first_bad", "state", "loss"],
+    do_not_specialize_on_alignment=["inv_scale", "first_bad", "state", "loss", "overflowed"],
 )
 def collect_kernel(
     chunks,
@@ -49,10 +49,12 @@ def collect_kernel(
     min_scale,
     max_scale,
     full_hysteresis,
+    overflowed,
     MOVE: tl.constexpr,
     LOOK_AT_LOSS: tl.constexpr,
     EXCUSE_LOSS: tl.constexpr,
     DYNAMIC: tl.constexpr,
+    TELL: tl.constexpr,
     KINDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -67,7 +69,7 @@ def collect_kernel(
         first_bad: int32, lowered to ``offset`` plus the index of the first tensor with a non-finite value.
         offset: Index of the first tensor.
         ticket: int32, scratch; zero before and after.
-        state: See `move`, as for all up to ``full_hysteresis``; not touched unless ``MOVE``.
+        state: See `move`, as for all up to ``overflowed``; not touched unless ``MOVE``.
         loss: See there.
         growth_factor: See there.
         backoff_factor: See there.
@@ -75,10 +77,12 @@ def collect_kernel(
         min_scale: See there.
         max_scale: See there.
         full_hysteresis: See there.
+        overflowed: See there.
         MOVE: Whether the last program moves the scaler on.
         LOOK_AT_LOSS: See `move`.
         EXCUSE_LOSS: See `move`.
         DYNAMIC: See `move`.
+        TELL: See `move`.
         KINDS: For each kind ``(type of new, type of out, flags)``.
         BLOCK: Elements in a chunk.
     """
@@ -108,8 +112,10 @@ def collect_kernel(
                 min_scale,
                 max_scale,
                 full_hysteresis,
+                overflowed,
                 LOOK_AT_LOSS,
                 EXCUSE_LOSS,
                 DYNAMIC,
+                TELL,
             )
             tl.store(ticket, 0)

@@ -57,42 +57,46 @@ class Backends(dict[torch.device, ModuleType]):
         self[device] = kernels.backend(device)
         return self[device]
 
-    def read(self, grads: list[Tensor]) -> Reading:
+    def read(self, grads: list[Tensor], also: Tensor | None = None) -> Reading:
         """Returns the norm of all gradients, and whether any value is non-finite; no synchronisation between GPUs.
 
         Args:
             grads: See `lightning_amp.kernels.reference.read`.
+            also: See there; on any device.
         """
         first, *others = by_device(grads)
-        reading: Reading = self[first[0].device].read(first)
+        reading: Reading = self[first[0].device].read(first, also if also is None else also.to(first[0].device))
         return _total([reading, *[self[group[0].device].read(group) for group in others]]) if others else reading
 
-    def found_inf(self, grads: list[Tensor]) -> Tensor:
+    def found_inf(self, grads: list[Tensor], also: Tensor | None = None) -> Tensor:
         """Tells whether any value is non-finite; no synchronisation between GPUs.
 
         Args:
             grads: See `lightning_amp.kernels.reference.found_inf`.
+            also: See there; on any device.
         """
         first, *others = by_device(grads)
-        found: Tensor = self[first[0].device].found_inf(first)
+        found: Tensor = self[first[0].device].found_inf(first, also if also is None else also.to(first[0].device))
         return _most([found, *[self[group[0].device].found_inf(group) for group in others]]) if others else found
 
-    def read_and_clip(self, grads: list[Tensor], algorithm: str, bound: float) -> Reading:
+    def read_and_clip(self, grads: list[Tensor], algorithm: str, bound: float, also: Tensor | None = None) -> Reading:
         """Reads gradients, then clips them by what they are together.
 
         Args:
             grads: See `lightning_amp.kernels.reference.read_and_clip`.
             algorithm: See there.
             bound: See there.
+            also: See there; on any device.
 
         Returns:
             The reading from before the clip.
         """
         groups = by_device(grads)
         if len(groups) == 1:
-            reading: Reading = self[grads[0].device].read_and_clip(grads, algorithm, bound)
+            also = also if also is None else also.to(grads[0].device)
+            reading: Reading = self[grads[0].device].read_and_clip(grads, algorithm, bound, also)
             return reading
-        reading = self.read(grads)
+        reading = self.read(grads, also)
         for group in groups:
             device = group[0].device
             if algorithm == "norm":

@@ -22,6 +22,9 @@ from lightning_amp.kernels.launches import note
 RECENT = 32
 """How many lists are remembered, and how many plans."""
 
+PUT_BY = 8
+"""How many rows as long as the longest can be copied during a capture."""
+
 _T = TypeVar("_T")
 
 _captured: list[object] = []  # a CUDA graph replays with these for as long as the process lives
@@ -39,6 +42,7 @@ class Place:
         self.device = device
         self.fake = fake
         self._is_cuda = device.type == "cuda" and not fake
+        self._put_by = torch.empty(0, dtype=torch.uint8)
 
     @staticmethod
     def of(tensor: Tensor) -> "Place":
@@ -62,10 +66,24 @@ class Place:
         host = values if isinstance(values, Tensor) else torch.frombuffer(array("q", values), dtype=torch.int64)
         if not self._is_cuda:
             return host
-        host = host.pin_memory()
-        if self.capturing():
-            _captured.append(host)
-        return host.to(self.device, non_blocking=True)
+        return self._pinned(host).to(self.device, non_blocking=True)
+
+    def _pinned(self, host: Tensor) -> Tensor:
+        """Returns a copy in pinned memory.
+
+        A capture may not allocate any, so that it takes of what the steps before have put by.
+        """
+        if not self.capturing():
+            if self._put_by.nbytes < PUT_BY * host.nbytes:
+                self._put_by = torch.empty(PUT_BY * host.nbytes, dtype=torch.uint8).pin_memory()
+            return host.pin_memory()
+        if host.nbytes > self._put_by.nbytes:
+            pinned = host.pin_memory()  # no steps before: it is up to torch whether that can be captured
+        else:
+            pinned = self._put_by[: host.nbytes].view(host.dtype).view(host.shape).copy_(host)
+            self._put_by = self._put_by[-(-host.nbytes // 16) * 16 :]
+        _captured.append(pinned)
+        return pinned
 
 
 _place = lru_cache(64)(Place)

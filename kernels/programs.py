@@ -1,5 +1,6 @@
 """Programs: for each kernel, how the plan of a launch is made from the facts about its lists."""
 
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -74,11 +75,18 @@ class Move(NamedTuple):
         state: Its state.
         loss: The loss, one value, or None where it is not to be looked at.
         rule: How it moves.
+        overflowed: Where to tell whether the pass overflowed, or None.
     """
 
     state: Tensor
     loss: Tensor | None
     rule: ScaleRule
+    overflowed: Tensor | None
+
+    @property
+    def key(self) -> Hashable:
+        """What a plan depends on in it."""
+        return self.rule, self.loss is not None and self.loss.dtype, self.overflowed is None
 
 
 class CollectPlan:
@@ -131,6 +139,7 @@ class CollectPlan:
             LOOK_AT_LOSS=move is not None and move.loss is not None,
             EXCUSE_LOSS=numbers.excuse_loss,
             DYNAMIC=numbers.dynamic,
+            TELL=move is not None and move.overflowed is not None,
             KINDS=self._tables.kinds,
             BLOCK=CHUNK,
         )
@@ -146,7 +155,7 @@ class CollectPlan:
     ) -> None:
         """Launches the kernel for lists with the plan's facts."""
         factor = first_bad if inv_scale is None else inv_scale
-        state, loss = (first_bad, None) if move is None else (move.state, move.loss)
+        state, loss, overflowed = (first_bad, None, None) if move is None else (move.state, move.loss, move.overflowed)
         self._launch(
             self._tables.chunks,
             self._tables.sizes,
@@ -159,13 +168,14 @@ class CollectPlan:
             state,
             first_bad if loss is None else loss,
             *self._numbers,
+            state if overflowed is None else overflowed,
         )
 
 
 class ReadPlan:
     """Norm and finiteness of one list, with the scratch that takes."""
 
-    def __init__(self, listing: Listing, like: Tensor) -> None:
+    def __init__(self, listing: Listing, also: bool, like: Tensor) -> None:
         self._tables = _one_list(listing, like)
         self.rest = self._tables.rest
         partial = torch.float64 if torch.float64 in listing.facts.kinds else torch.float32
@@ -176,14 +186,16 @@ class ReadPlan:
             listing.place.device,
             min(max(self._tables.programs, 1), PROGRAMS),
             _bytes(self._tables),
+            ALSO=also,
             KINDS=self._tables.kinds,
             BLOCK=CHUNK,
         )
 
-    def launch(self, listing: Listing, result: Tensor) -> None:
+    def launch(self, listing: Listing, result: Tensor, also: Tensor | None) -> None:
         """Launches the kernel for a list with the plan's facts."""
-        listed = self._tables
-        self._launch(listed.chunks, listed.programs, listed.sizes, listing.row, self._partials, self._ticket, result)
+        t = self._tables
+        least = result if also is None else also
+        self._launch(t.chunks, t.programs, t.sizes, listing.row, self._partials, self._ticket, result, least)
 
 
 class ClipPlan:
@@ -240,19 +252,22 @@ class WeightsPlan:
 class UpdatePlan:
     """The move of a scaler's state by one rule."""
 
-    def __init__(self, place: Place, rule: ScaleRule, look_at_loss: bool) -> None:
-        numbers = Numbers.of(rule)
+    def __init__(self, place: Place, move: Move) -> None:
+        numbers = Numbers.of(move.rule)
         self._numbers = numbers.values
         self._launch = Launcher(
             update_kernel,
             place.device,
             1,
             warps=1,
-            LOOK_AT_LOSS=look_at_loss,
+            LOOK_AT_LOSS=move.loss is not None,
             EXCUSE_LOSS=numbers.excuse_loss,
             DYNAMIC=numbers.dynamic,
+            TELL=move.overflowed is not None,
         )
 
-    def launch(self, state: Tensor, first_bad: Tensor, loss: Tensor | None) -> None:
+    def launch(self, move: Move, first_bad: Tensor) -> None:
         """Launches the kernel for one scaler."""
-        self._launch(state, first_bad, first_bad if loss is None else loss, *self._numbers)
+        loss = first_bad if move.loss is None else move.loss
+        overflowed = move.state if move.overflowed is None else move.overflowed
+        self._launch(move.state, first_bad, loss, *self._numbers, overflowed)

@@ -19,8 +19,20 @@ def _square(grad, again, at, mask, factor, FLAGS: tl.constexpr):
     return tl.sum((value - value) + value * value).to(FLAGS)
 
 
-@triton.jit(do_not_specialize=["count"])
-def read_kernel(chunks, count, sizes, grads, partials, ticket, result, KINDS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["also"])
+def read_kernel(
+    chunks,
+    count,
+    sizes,
+    grads,
+    partials,
+    ticket,
+    result,
+    also,
+    ALSO: tl.constexpr,
+    KINDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Writes the norm and whether any value is non-finite.
 
     The order of all sums is fixed by the sizes and the alignment of the tensors: the norm of the same numbers there
@@ -34,6 +46,8 @@ def read_kernel(chunks, count, sizes, grads, partials, ticket, result, KINDS: tl
         partials: ``[PROGRAMS]``, scratch; float64 where a gradient is, else float32.
         ticket: int32, scratch; zero before and after.
         result: float32 ``[2]``: norm, found_inf.
+        also: float32, the least that found_inf becomes; not looked at unless ``ALSO``.
+        ALSO: See there.
         KINDS: The element type of each kind.
         BLOCK: Elements in a chunk.
     """
@@ -62,5 +76,8 @@ def read_kernel(chunks, count, sizes, grads, partials, ticket, result, KINDS: tl
             tl.store(result, tl.sqrt(square).to(tl.float32))
         else:
             tl.store(result, tl.sqrt_rn(square))
-        tl.store(result + 1, (square != square).to(tl.float32))
+        found = (square != square).to(tl.float32)
+        if ALSO:
+            found = tl.maximum(found, tl.load(also))
+        tl.store(result + 1, found)
         tl.store(ticket, 0)

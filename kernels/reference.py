@@ -121,11 +121,12 @@ def _norms(grads: list[Tensor], order: float = 2.0) -> Tensor:
     return torch.stack(torch._foreach_norm(grads, order))
 
 
-def read(grads: Sequence[Tensor]) -> Reading:
+def read(grads: Sequence[Tensor], also: Tensor | None = None) -> Reading:
     """Reads the gradients a step will use, once, and changes nothing.
 
     Args:
         grads: At least one dense floating tensor; dtypes may differ.
+        also: 0-dim float32, the least that ``found_inf`` becomes: what else speaks against the step.
 
     Returns:
         Their total 2-norm and whether any value is non-finite. A norm that overflows is no non-finite value.
@@ -134,23 +135,24 @@ def read(grads: Sequence[Tensor]) -> Reading:
     norm = torch.linalg.vector_norm(_norms(grads))
     finite = norm.is_cpu and math.isfinite(norm.tolist())  # then all of them are, and no second look is needed
     found = torch.zeros((), dtype=torch.float32, device=norm.device) if finite else found_inf(grads)
-    return Reading(norm.to(torch.float32), found)
+    return Reading(norm.to(torch.float32), found if also is None else torch.maximum(found, also))
 
 
-def found_inf(grads: Sequence[Tensor]) -> Tensor:
+def found_inf(grads: Sequence[Tensor], also: Tensor | None = None) -> Tensor:
     """Tells whether any value is non-finite, for less than `read` where nobody asks for the norm.
 
     Args:
         grads: At least one dense floating tensor; dtypes may differ.
+        also: See `read`.
 
     Returns:
         As `Reading.found_inf`.
     """
     found = torch.zeros((), dtype=torch.float32, device=grads[0].device)
-    grads, versions = tuple(grads), [g._version for g in grads]
+    grads, versions = tuple(grads), tuple([g._version for g in grads])
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, _one(found.device))
     torch._C._autograd._unsafe_set_version_counter(grads, versions)  # it has written each value, times one
-    return found
+    return found if also is None else torch.maximum(found, also)
 
 
 def clip_norm(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -182,18 +184,21 @@ def clip_value(grads: Sequence[Tensor], found_inf: Tensor, max_value: float) -> 
     torch._foreach_maximum_(list(grads), [-bound] * len(grads))
 
 
-def read_and_clip(grads: Sequence[Tensor], algorithm: Literal["norm", "value"], bound: float) -> Reading:
+def read_and_clip(
+    grads: Sequence[Tensor], algorithm: Literal["norm", "value"], bound: float, also: Tensor | None = None
+) -> Reading:
     """Reads gradients, then clips them in place: `read`, then `clip_norm` or `clip_value` with what it gave.
 
     Args:
         grads: At least one dense floating tensor, in place.
         algorithm: Which of the two.
         bound: The largest norm, or the largest value; positive.
+        also: See `read`.
 
     Returns:
         The reading from before the clip.
     """
-    reading = read(grads)
+    reading = read(grads, also)
     if algorithm == "norm":
         clip_norm(grads, reading.norm, bound)
     else:
@@ -228,7 +233,7 @@ def adopt(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
 
 def _edited(halves: list[Tensor], masters: list[Tensor]) -> bool:
     """Tells whether any half weight is not what its master is rounded to; a NaN, unequal to itself, counts as such."""
-    off = torch._foreach_neg(halves)  # the cheapest call that makes a list like another
+    off = list(torch._foreach_neg(halves))  # the cheapest call that makes a list like another
     torch._foreach_copy_(off, masters)
     torch._foreach_sub_(off, halves)
     torch._foreach_abs_(off)
@@ -238,7 +243,9 @@ def _edited(halves: list[Tensor], masters: list[Tensor]) -> bool:
     return bool(off) and bool(torch.stack(torch._foreach_max(off)).max().tolist())
 
 
-def update(state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRule) -> None:
+def update(
+    state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRule, overflowed: Tensor | None = None
+) -> None:
     """Moves a scaler's state on by one backward pass (or one delayed window), and clears ``first_bad``.
 
     Args:
@@ -246,7 +253,10 @@ def update(state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRul
         first_bad: 0-dim int32, from `collect`; `FIRST_BAD_NONE` afterwards.
         loss: The loss before scaling, any shape, or None where it is not to be looked at.
         rule: The scaler's settings.
+        overflowed: 0-dim float32, becomes 1 if ``first_bad`` named a gradient, else 0; None if nobody asks.
     """
+    if overflowed is not None:
+        overflowed.copy_(first_bad < FIRST_BAD_NONE)
     if state.is_cpu:
         bad: Any = first_bad.tolist()
         finite = bad == FIRST_BAD_NONE or loss is None or bool(torch.isfinite(loss).all())
@@ -268,6 +278,7 @@ def collect_and_update(
     state: Tensor,
     loss: Tensor | None,
     rule: ScaleRule,
+    overflowed: Tensor | None = None,
     *,
     widen: bool = True,
     in_place: bool = True,
@@ -282,6 +293,7 @@ def collect_and_update(
         state: See `update`.
         loss: See `update`.
         rule: See `update`.
+        overflowed: See `update`.
         widen: See `collect`.
         in_place: See `collect`.
 
@@ -289,5 +301,5 @@ def collect_and_update(
         See `collect`.
     """
     out = collect(new, into, inv_scale, first_bad, widen=widen, in_place=in_place) if new else []
-    update(state, first_bad, loss, rule)
+    update(state, first_bad, loss, rule, overflowed)
     return out

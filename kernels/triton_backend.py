@@ -43,17 +43,18 @@ def collect_and_update(
     state: Tensor,
     loss: Tensor | None,
     rule: ScaleRule,
+    overflowed: Tensor | None = None,
     *,
     widen: bool = True,
     in_place: bool = True,
 ) -> list[Tensor]:
     """See `lightning_amp.kernels.reference.collect_and_update`; one launch does both."""
     out, moved = list(new), False
+    move = Move(state, _one_loss(loss, state), rule, overflowed)
     if out:
-        move = Move(state, _one_loss(loss, state), rule)
         out, moved = _collect(out, into, inv_scale, first_bad, 0, widen, in_place, move)
     if not moved:
-        update(state, first_bad, loss, rule)
+        _update(first_bad, move)
     return out
 
 
@@ -76,8 +77,8 @@ def _collect(
         out = [_home(g, old, widen, in_place) for g, old in zip(new, into, strict=True)]
         target = listed(out)
     scaled = inv_scale is not None
-    moving = move and (move.rule, move.loss is not None and move.loss.dtype)
-    key = ("collect", source.place, source.facts, target.facts, target is source, added, scaled, moving)
+    moves = None if move is None else move.key
+    key = ("collect", source.place, source.facts, target.facts, target is source, added, scaled, moves)
     plan = planned(key, source.place, lambda: CollectPlan(source, target, added, scaled, move, new[0]))
     plan.launch(source, target, inv_scale, first_bad, offset, move)
     if target is not source:
@@ -101,15 +102,16 @@ def _home(new: Tensor, old: Tensor | None, widen: bool, in_place: bool) -> Tenso
     return new if in_place else torch.empty_like(new)
 
 
-def read(grads: Sequence[Tensor]) -> Reading:
+def read(grads: Sequence[Tensor], also: Tensor | None = None) -> Reading:
     """See `lightning_amp.kernels.reference.read`."""
-    return _read(grads, listed(grads))
+    return _read(grads, listed(grads), also)
 
 
-def _read(grads: Sequence[Tensor], listing: Listing) -> Reading:
-    plan = planned(("read", listing.place, listing.facts), listing.place, lambda: ReadPlan(listing, grads[0]))
+def _read(grads: Sequence[Tensor], listing: Listing, also: Tensor | None) -> Reading:
+    key = ("read", listing.place, listing.facts, also is None)
+    plan = planned(key, listing.place, lambda: ReadPlan(listing, also is not None, grads[0]))
     result = grads[0].new_empty(2, dtype=torch.float32)
-    plan.launch(listing, result)
+    plan.launch(listing, result, also)
     norm, found_inf = result.unbind()
     if plan.rest:
         other = reference.read([grads[i] for i in plan.rest])
@@ -117,9 +119,9 @@ def _read(grads: Sequence[Tensor], listing: Listing) -> Reading:
     return Reading(norm, found_inf)
 
 
-def found_inf(grads: Sequence[Tensor]) -> Tensor:
+def found_inf(grads: Sequence[Tensor], also: Tensor | None = None) -> Tensor:
     """See `lightning_amp.kernels.reference.found_inf`; the norm costs nothing beside."""
-    return read(grads).found_inf
+    return _read(grads, listed(grads), also).found_inf
 
 
 def clip_norm(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -134,10 +136,12 @@ def clip_value(grads: Sequence[Tensor], found_inf: Tensor, max_value: float) -> 
         _clip(grads, listed(grads), "value", found_inf, max_value)
 
 
-def read_and_clip(grads: Sequence[Tensor], algorithm: Literal["norm", "value"], bound: float) -> Reading:
+def read_and_clip(
+    grads: Sequence[Tensor], algorithm: Literal["norm", "value"], bound: float, also: Tensor | None = None
+) -> Reading:
     """See `lightning_amp.kernels.reference.read_and_clip`; looks at the list once, for both launches."""
     listing = listed(grads)
-    reading = _read(grads, listing)
+    reading = _read(grads, listing, also)
     _clip(grads, listing, algorithm, reading.norm if algorithm == "norm" else reading.found_inf, bound)
     return reading
 
@@ -183,13 +187,16 @@ def _weights(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> WeightsPlan
     return planned(key, source.place, lambda: WeightsPlan(source, target, halves[0]))
 
 
-def update(state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRule) -> None:
+def update(
+    state: Tensor, first_bad: Tensor, loss: Tensor | None, rule: ScaleRule, overflowed: Tensor | None = None
+) -> None:
     """See `lightning_amp.kernels.reference.update`."""
-    loss = _one_loss(loss, state)
-    place = Place.of(state)
-    dtype = None if loss is None else loss.dtype
-    plan = planned(("update", place, rule, dtype), place, lambda: UpdatePlan(place, rule, loss is not None))
-    plan.launch(state, first_bad, loss)
+    _update(first_bad, Move(state, _one_loss(loss, state), rule, overflowed))
+
+
+def _update(first_bad: Tensor, move: Move) -> None:
+    place = Place.of(move.state)
+    planned(("update", place, move.key), place, lambda: UpdatePlan(place, move)).launch(move, first_bad)
 
 
 def _one_loss(loss: Tensor | None, state: Tensor) -> Tensor | None:

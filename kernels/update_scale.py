@@ -21,9 +21,11 @@ def move(
     min_scale,
     max_scale,
     full_hysteresis,
+    overflowed,
     LOOK_AT_LOSS: tl.constexpr,
     EXCUSE_LOSS: tl.constexpr,
     DYNAMIC: tl.constexpr,
+    TELL: tl.constexpr,
 ):
     """Moves the state on by one backward pass and clears ``first_bad``; for the only program, or the last.
 
@@ -37,9 +39,11 @@ def move(
         min_scale: See there.
         max_scale: See there.
         full_hysteresis: See there.
+        overflowed: float32, becomes 1 if this pass overflowed, else 0; not touched unless ``TELL``.
         LOOK_AT_LOSS: Whether there is a loss.
         EXCUSE_LOSS: See `ScaleRule`.
         DYNAMIC: See `ScaleRule`.
+        TELL: See ``overflowed``.
     """
     bad = tl.load(first_bad, cache_modifier=".cg")
     scale = tl.load(state)
@@ -76,10 +80,12 @@ def move(
     tl.store(state + 7, tl.minimum(tl.load(state + 7), scale))
     tl.store(state + 8, tl.maximum(tl.load(state + 8), scale))
     tl.store(state + 9, tl.where(overflow, bad.to(tl.float32), tl.load(state + 9)))
+    if TELL:
+        tl.store(overflowed, overflow.to(tl.float32))
     tl.store(first_bad, _NONE)
 
 
-@triton.jit(do_not_specialize_on_alignment=["state", "first_bad", "loss"])
+@triton.jit(do_not_specialize_on_alignment=["state", "first_bad", "loss", "overflowed"])
 def update_kernel(
     state,
     first_bad,
@@ -90,9 +96,11 @@ def update_kernel(
     min_scale,
     max_scale,
     full_hysteresis,
+    overflowed,
     LOOK_AT_LOSS: tl.constexpr,
     EXCUSE_LOSS: tl.constexpr,
     DYNAMIC: tl.constexpr,
+    TELL: tl.constexpr,
 ):
     """Moves the state on where there is nothing to collect; see `move`."""
     move(
@@ -105,7 +113,9 @@ def update_kernel(
         min_scale,
         max_scale,
         full_hysteresis,
+        overflowed,
         LOOK_AT_LOSS,
         EXCUSE_LOSS,
         DYNAMIC,
+        TELL,
     )

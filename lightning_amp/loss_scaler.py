@@ -84,6 +84,9 @@ class LossScaler:
 
     def _place(self, state: Tensor) -> None:
         self.state = state
+        # Off the CPU the pass itself leaves whether it overflowed in a tensor of its own, which costs no operation.
+        self._tells = not state.is_cpu
+        self._flag: Tensor | None = None
         self.first_bad = torch.full((), FIRST_BAD_NONE, dtype=torch.int32, device=state.device)
         # Views, so that a scale in hand is always the present one and costs no operation to get.
         self._now: tuple[Tensor | None, Tensor | None] = (None, None) if self._unscaled else (state[0], state[1])
@@ -104,7 +107,8 @@ class LossScaler:
         Args:
             loss: The loss before scaling, any shape, or None where only the gradients count.
         """
-        self.backend.update(self.state, self.first_bad, loss, self.rule)
+        self._flag = self.state.new_empty(()) if self._tells else None
+        self.backend.update(self.state, self.first_bad, loss, self.rule, self._flag)
         self.attempts += 1
         self.version += 1
 
@@ -131,8 +135,18 @@ class LossScaler:
         Returns:
             The true gradients.
         """
+        self._flag = self.state.new_empty(()) if self._tells else None
         out: list[Tensor] = self.backend.collect_and_update(
-            new, into, inv_scale, self.first_bad, self.state, loss, self.rule, widen=widen, in_place=in_place
+            new,
+            into,
+            inv_scale,
+            self.first_bad,
+            self.state,
+            loss,
+            self.rule,
+            self._flag,
+            widen=widen,
+            in_place=in_place,
         )
         self.attempts += 1
         self.version += 1
@@ -141,7 +155,7 @@ class LossScaler:
     @property
     def overflowed(self) -> Tensor:
         """Whether the pass that moved it on last overflowed: 1.0 or 0.0, 0-dim float32; no host synchronisation."""
-        return self.state[_STREAK].sign()
+        return self.state[_STREAK].sign() if self._flag is None else self._flag
 
     @property
     def known_clean(self) -> bool:

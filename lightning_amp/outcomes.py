@@ -69,9 +69,13 @@ class OutcomeRecord:
     def defer(self, found_inf: Tensor) -> None:
         """Records an outcome that the device knows: no synchronisation.
 
+        What a CUDA graph captures is not recorded: a replay runs no Python.
+
         Args:
             found_inf: 0-dim, zero if the optimizer stepped.
         """
+        if found_inf.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
         self.settle()
         if found_inf.is_cuda:
             self._deferred = torch.empty((), dtype=found_inf.dtype, pin_memory=True)

@@ -17,12 +17,14 @@ class Known:
     Args:
         grads: As they are now, after the clip.
         reading: From before it.
+        also: What the reading took into account besides the gradients.
     """
 
-    def __init__(self, grads: list[Tensor], reading: Reading) -> None:
+    def __init__(self, grads: list[Tensor], reading: Reading, also: Tensor | None) -> None:
         self._grads = list(map(ref, grads))
         self._versions = [g._version for g in grads]
         self._reading = reading
+        self.also = also
 
     def of(self, grads: list[Tensor]) -> Reading | None:
         """Returns the reading if ``grads`` are the same tensors, unchanged, else None.

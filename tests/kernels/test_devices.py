@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.launch_counts import count_step
-from lightning_amp import Engine, gradients, kernels, resolve
+from lightning_amp import Engine, collecting, kernels, resolve
 from lightning_amp.kernels import devices
 from lightning_amp.kernels.devices import Backends, by_device, makes_a_list
 from lightning_amp.outcomes import Outcome
@@ -70,13 +70,13 @@ def _halves(monkeypatch: pytest.MonkeyPatch) -> None:
         middle = len(tensors) // 2
         return [part for part in (tensors[:middle], tensors[middle:]) if part]
 
-    def sort(fresh: list[gradients.Fresh]) -> dict[torch.device, list[gradients.Fresh]]:
+    def sort(fresh: list[collecting.Fresh]) -> dict[torch.device, list[collecting.Fresh]]:
         middle = len(fresh) // 2
         return {CPU: fresh[:middle], AGAIN: fresh[middle:]}
 
     monkeypatch.setattr(devices, "by_device", halves)
-    monkeypatch.setattr(gradients, "makes_a_list", lambda tensors, device: False)
-    monkeypatch.setattr(gradients, "_by_device", sort)
+    monkeypatch.setattr(collecting, "makes_a_list", lambda tensors, device: False)
+    monkeypatch.setattr(collecting, "_by_device", sort)
 
 
 @pytest.mark.usefixtures("_halves")

@@ -52,7 +52,7 @@ def test_a_kept_handle_is_called_as_the_first_launch_was() -> None:
         assert len(args) == len(later)
         for i, (a, b) in enumerate(zip(args, later, strict=True)):
             same = torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
-            moves = {"collect_kernel": (2, 3, 5, 6, 9), "read_kernel": (3, 4, 6), "clip_kernel": (2, 3, 4)}
+            moves = {"collect_kernel": (2, 3, 5, 6, 9), "read_kernel": (3, 4, 6, 7), "clip_kernel": (2, 3, 4)}
             assert same or i in moves.get(name, ()), f"argument {i} of {name}"
 
 
@@ -100,6 +100,6 @@ def test_torchs_guards_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_host_does_a_fifth_of_torchs_work() -> None:
     ratios: list[float] = []
-    while len(ratios) < 5 and max(ratios, default=0.0) < 5:  # others' work on the machine makes it less, never more
+    while len(ratios) < 5 and max(ratios, default=0.0) < 5:  # less where others use the machine
         ratios.append(measure(500, rounds=24).ratio)
     assert max(ratios) >= 5, ratios
