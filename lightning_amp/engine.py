@@ -22,6 +22,7 @@ from lightning_amp.opt_levels import AmpConfig
 from lightning_amp.pending import Window
 from lightning_amp.readings import Known
 from lightning_amp.scaled_grad import scaled_grad, wide
+from lightning_amp.spent_closure import SpentClosure
 from lightning_amp.stepper import Stepper
 
 
@@ -316,19 +317,22 @@ class Engine(EngineAnswers):
 
         Args:
             optimizer: One of this engine's.
-            closure: Computes the gradients; it runs before the step, so that they can be looked at.
+            closure: Computes the gradients; it runs before the step, so that they can be looked at, and once: the
+                optimizer is handed a `SpentClosure`. One that has run already may be given as such.
             **kwargs: For its ``step``.
 
         Returns:
             What the closure returned; without one, what the optimizer's ``step`` returned, None if it was not called.
         """
-        if closure is not None:
+        if closure is not None and not isinstance(closure, SpentClosure):
             with torch.enable_grad():
                 result = closure()
-            self.step(optimizer, **kwargs)
+            self.step(optimizer, SpentClosure(result, type(optimizer).__name__), **kwargs)
             return result
         index = self.index(optimizer)
         stepper = self._steppers[index]
+        if closure is not None and stepper.takes_closure:
+            kwargs["closure"] = closure
         params, grads = self._ready(index)
         if not grads:
             stepper.idle()

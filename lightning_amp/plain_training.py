@@ -20,6 +20,7 @@ from lightning_amp.gradients import Gradients
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
 from lightning_amp.shown_masters import ShownMasters
+from lightning_amp.spent_closure import SpentClosure
 from lightning_amp.step_route import route_step
 
 
@@ -191,12 +192,13 @@ class PlainTraining:
         """
         assert self.engine is not None
         _refuse_in_block("optimizer.step()")
-        loss = None
+        loss = spent = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            spent = SpentClosure(loss, type(optimizer).__name__)
         self.shown.take_back()
-        result = self.engine.step(optimizer, **kwargs)
+        result = self.engine.step(optimizer, spent, **kwargs)
         return loss if result is None else result
 
     def say(self) -> None:

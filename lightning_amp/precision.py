@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
@@ -33,6 +34,7 @@ from lightning_amp.precision_answers import Answers
 from lightning_amp.precision_checks import refuse_device, refuse_half, refuse_lbfgs, refuse_strategy
 from lightning_amp.saved_state import GRAD_SCALER_ENTRIES, Saved, find, read
 from lightning_amp.schedulers import SkipAwareScheduler
+from lightning_amp.spent_closure import SpentClosure
 from lightning_amp.windows import Windows
 
 _NAMES = {torch.float16: "16", torch.bfloat16: "bf16"}
@@ -373,7 +375,9 @@ class AmpPrecision(Answers, Precision):
         engine = self.engine
         engine.unscale(optimizer)
         self._after_closure(model, optimizer)
-        stepped = engine.step(optimizer, **kwargs)
+        # Without a closure of the user's, manual optimization hands over one that does nothing.
+        spent = None if closure is do_nothing_closure else SpentClosure(result, type(optimizer).__name__)
+        stepped = engine.step(optimizer, spent, **kwargs)
         if not self._count_skipped_steps and self.outcome(optimizer) is Outcome.SKIPPED:
             self._uncount_step(model)
         return result if stepped is None else stepped

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.loan import Loan
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.outcomes import Outcome, OutcomeRecord
+from lightning_amp.spent_closure import takes_closure
 
 _NOTHING_LENT = nullcontext()
 
@@ -162,6 +164,11 @@ class Stepper:
                 return self.optimizer.step(**kwargs)
         finally:
             self.stepping = self._lent_outside = False
+
+    @cached_property
+    def takes_closure(self) -> bool:
+        """Whether the optimizer's ``step`` has an argument ``closure``."""
+        return takes_closure(self.optimizer)
 
     def _can_decide_on_device(self) -> bool:
         return getattr(self.optimizer, "_step_supports_amp_scaling", False)  # set by torch's fused=True family
