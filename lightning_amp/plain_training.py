@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_amp.autocast import cache_is_sound
 from lightning_amp.cast_regions import EnterModel, ambient, kept_out, leave_model
-from lightning_amp.casting import Conversion, cast_outputs, explain_failure
+from lightning_amp.casting import Conversion, cast_outputs
+from lightning_amp.dtype_errors import explain_failure
 from lightning_amp.engine import Engine
 from lightning_amp.function_patches import FunctionPatches
 from lightning_amp.gradients import Gradients
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
+from lightning_amp.plain_wrappers import Wrappers, processes
 from lightning_amp.shown_masters import ShownMasters
 from lightning_amp.spent_closure import SpentClosure
 from lightning_amp.step_route import route_step
@@ -66,7 +67,7 @@ class PlainTraining:
         """The thread it was started in."""
         self._handles: list[Any] = []
         self.shown = ShownMasters(self.masters)
-        self._wrapped: dict[int, weakref.ref[DistributedDataParallel]] = {}
+        self._wrappers = Wrappers()
         self._patches = FunctionPatches()
         self._undo_steps: list[Callable[[], None]] = []
         try:
@@ -89,7 +90,7 @@ class PlainTraining:
                 masters=self.masters,
                 num_losses=self.num_losses,
                 device=self.device,
-                distributed=_processes() > 1,
+                distributed=processes() > 1,
                 max_consecutive_skips=max_consecutive_skips,
             )
             self._undo_steps += [self._route(optimizer, self.engine) for optimizer in self.optimizers]
@@ -166,7 +167,7 @@ class PlainTraining:
                 loss,
                 loss_id=loss_id,
                 delay_unscale=delay_unscale and not beside,
-                hold=self._unreduced(),
+                hold=self._wrappers.unreduced,
                 create_graph=None,
                 inputs=dict.fromkeys(p for training in beside for p in training.parameters()),
                 liable=optimizers,
@@ -255,8 +256,6 @@ class PlainTraining:
             self.engine.unscale(optimizer)
         return self.shown.show([p for group in optimizer.param_groups for p in group["params"]])
 
-    # Calls of models
-
     def on_call(self, model: nn.Module) -> None:
         """Told by a model's hook that it is called.
 
@@ -264,22 +263,13 @@ class PlainTraining:
             model: One of this training's.
         """
         self.shown.take_back()
-        if _processes() > 1 and id(model) not in self._wrapped:
-            # Apex's API never sees the wrapper, which is made after `initialize`; there is no public way to ask for it.
-            wrapper = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-            if wrapper is not None and wrapper.module is model:
-                self._wrapped[id(model)] = weakref.ref(wrapper)
-                self._on_wrapped(wrapper)
-
-    def _on_wrapped(self, wrapper: DistributedDataParallel) -> None:
+        wrapper = self._wrappers.found_now(model)
+        if wrapper is None:
+            return
         if self.engine is not None:
             self.engine.gradients.collector.in_place &= not wrapper.gradient_as_bucket_view
             self.engine.gradients.reducing = True
         self.masters.broadcast()  # DDP brings the half weights in line, and knows of nothing else
-
-    def _unreduced(self) -> bool:
-        wrappers = [wrapper for ref in self._wrapped.values() if (wrapper := ref()) is not None]
-        return any(not wrapper.require_backward_grad_sync for wrapper in wrappers)
 
     def end(self) -> None:
         """Leaves models, optimizers and functions as they were found, the weights in float32. Twice does nothing."""
@@ -306,8 +296,3 @@ def _refuse_in_block(what: str) -> None:
             f"{what} was called inside a scale_loss block, where gradients carry the scale of its loss. Leave the "
             "block first: after it all gradients are true."
         )
-
-
-def _processes() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -20,9 +20,10 @@ from typing_extensions import override
 
 from lightning_amp import open_window
 from lightning_amp.autocast import cache_is_sound
-from lightning_amp.casting import Conversion, explained_dtype_errors
+from lightning_amp.casting import Conversion
 from lightning_amp.checkpoint import grad_scaler_state
 from lightning_amp.cpu_casts import listed_casts
+from lightning_amp.dtype_errors import explained_dtype_errors
 from lightning_amp.engine import Engine
 from lightning_amp.function_patches import FunctionPatches
 from lightning_amp.loss_scaler import LossScalers, name_of

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_amp.casting import Conversion, explained_dtype_errors
+from lightning_amp.casting import Conversion
+from lightning_amp.dtype_errors import explained_dtype_errors
 from tests.helpers.engines import converted, dtypes, halves, masters_of
 
 HALF, FULL = torch.float16, torch.float32
