@@ -71,6 +71,14 @@ def _own_tensors(module: nn.Module) -> _Own:
     )
 
 
+def _is_orthogonal(module: nn.Module) -> bool:
+    """Tells whether a weight is kept orthogonal: by functions that know no half, or are wrong in it (`matrix_exp`)."""
+    if not parametrize.is_parametrized(module):
+        return False
+    # The class has no public name; its instances are what `nn.utils.parametrizations.orthogonal` adds.
+    return any(type(part).__name__ == "_Orthogonal" for part in module.get_submodule("parametrizations").modules())
+
+
 def matches(entry: KeepFp32, module: nn.Module, name: str) -> bool:
     """Tells whether an entry of ``keep_fp32`` is meant for a module.
 
@@ -226,7 +234,7 @@ class Conversion:
             fp32 |= grown
 
     def _is_kept(self, module: nn.Module, name: str) -> bool:
-        if self._config.keep_batchnorm_fp32 and isinstance(module, _BatchNorm):
+        if (self._config.keep_batchnorm_fp32 and isinstance(module, _BatchNorm)) or _is_orthogonal(module):
             return True
         return any(matches(entry, module, name) for entry in self._config.keep_fp32)
 

@@ -122,6 +122,16 @@ def test_networks_of_every_kind_move_as_in_fp32(name, level):
 
 
 @pytest.mark.parametrize("level", HALF_LEVELS)
+@pytest.mark.parametrize("how", ["matrix_exp", "cayley", "householder"])
+def test_orthogonal_weights_stay_float32_since_half_has_no_functions_for_them(level, how):
+    def make() -> nn.Module:
+        return nn.Sequential(parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map=how), nn.Linear(8, 8))
+
+    wanted, given = moves(make, None), moves(make, amp(level))
+    assert ((given - wanted).norm() / wanted.norm()).item() < 0.02
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_synchronised_batchnorm_counts_as_batchnorm(level):
     """It trains on GPUs alone; what can be seen here is what is converted, and that evaluation works."""
     module = build(NETWORKS["batchnorm synchronised"])
