@@ -6,7 +6,7 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from lightning_amp.engine import Engine
 from lightning_amp.entry_reader import CheckpointError, Reader, short
@@ -65,6 +65,7 @@ class OpenWindow:
         kind: What the gradients are like, from `kind_of`.
         length: How many batches Lightning was to make it of.
         optimizers: For which of them it was open.
+        waiting: For which of them there were gradients that waited to be reduced.
         shares: That of each process, or one where all held the same.
     """
 
@@ -72,6 +73,7 @@ class OpenWindow:
     kind: str
     length: int
     optimizers: list[bool]
+    waiting: list[bool]
     shares: list[Share]
 
     def fitted(self, windows: Windows, length: int) -> tuple["OpenWindow | None", list[str]]:
@@ -94,8 +96,10 @@ class OpenWindow:
                 whose = "parameters without an optimizer" if old == was else f"optimizer {old}"
                 left_out.append(f"{what}, those of {whose}: dropped, the parameters are others")
         shares = [share.restricted(lists, list(map(len, shapes))) for share in self.shares]
-        optimizers = [i is not None and self.optimizers[i] for i in lists[:now]]
-        return replace(self, optimizers=optimizers, shares=shares), left_out
+        optimizers, waiting = (
+            [i is not None and flags[i] for i in lists[:now]] for flags in (self.optimizers, self.waiting)
+        )
+        return replace(self, optimizers=optimizers, waiting=waiting, shares=shares), left_out
 
 
 def _fits(grads: Grads, shapes: list[torch.Size]) -> bool:
@@ -131,6 +135,7 @@ def write(windows: Windows, engine: Engine | None, length: int) -> dict[str, Any
         "kind": kind_of(engine),
         "length": length,
         "optimizers": list(windows.open),
+        "waiting": list(windows.waiting),
         "processes": of_all_processes(share) if any(windows.unreduced) else [share],
     }
 
@@ -148,11 +153,13 @@ def read(entry: Any) -> OpenWindow:
             f"{ENTRY}['version'] is {version}, and this version of lightning_amp reads 1. Install a newer one, or "
             f"delete the entry {ENTRY!r}: {reader.without}."
         )
-    optimizers = [bool(is_open) for is_open in reader.values("optimizers")]
+    optimizers, waiting = (list(map(bool, reader.values(key))) for key in ("optimizers", "waiting"))
+    if len(optimizers) != len(waiting):
+        raise reader.damaged("waiting", f"is {short(waiting)}, and {len(optimizers)} values are expected")
     shares = [_read_share(share, len(optimizers) + 1) for share in reader.list("processes")]
     if not shares:
         raise reader.damaged("processes", "is empty, and the gradients of one process at least are expected")
-    return OpenWindow(reader.entry, str(reader.get("kind")), reader.count("length"), optimizers, shares)
+    return OpenWindow(reader.entry, str(reader.get("kind")), reader.count("length"), optimizers, waiting, shares)
 
 
 def _read_share(reader: Reader, count: int) -> Share:
@@ -183,16 +190,15 @@ def _read_pending(reader: Reader, gradients: list[Grads]) -> dict[str, Any]:
     }
 
 
-def load(saved: OpenWindow, windows: Windows, engine: Engine | None, rank: int, world_size: int) -> None:
+def load(saved: OpenWindow, windows: Windows, engine: Engine | None) -> None:
     """Puts the gradients of a window back: as they were if the training is what it was, else their true mean.
 
     Args:
         saved: From `OpenWindow.fitted`.
         windows: Those of this training.
         engine: Its engine, or None where nothing is scaled.
-        rank: This process.
-        world_size: How many there are.
     """
+    rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if windows.wrapper else (0, 1)
     scalers = {} if engine is None else {scaler.name: scaler for scaler in engine.scalers}
     each = len(saved.shares) > 1
     same = saved.kind == kind_of(engine) and (not each or len(saved.shares) == world_size)
@@ -200,7 +206,9 @@ def load(saved: OpenWindow, windows: Windows, engine: Engine | None, rank: int, 
     share = saved.shares[rank if each and same else 0] if same else _mean(saved.shares)
     windows.open = list(saved.optimizers)
     windows.unreduced = [is_open and each and same for is_open in saved.optimizers]
+    windows.waiting = [waits and same for waits in saved.waiting]
     lists = windows.lists()
+    windows.remind(share.gradients)
     for p, g in _by_param(share.gradients, lists):
         widened = kind_of(engine) == "masters" and p.dtype in HALF_DTYPES
         if isinstance(g, Tensor):

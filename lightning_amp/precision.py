@@ -198,8 +198,8 @@ class AmpPrecision(Answers, Precision):
         refuse_device(device, self.config)
         self._stage = inner.trainer.state.fn
         self._optimizers, self._trainer = optimizers, inner.trainer
-        self._windows, self._loaded_window = Windows(optimizers, inner), None
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self._windows, self._loaded_window = Windows(optimizers, inner, self._ddp), None
         if self.config.patch_torch_functions:
             self._functions.apply()
             self._listed.close()
@@ -270,7 +270,7 @@ class AmpPrecision(Answers, Precision):
     def teardown(self) -> None:
         if self._engine is not None:
             self._engine.close()
-        self._ddp = None
+        self._ddp = self._windows.wrapper = None
         if self._conversion is not None:
             self._conversion.undo()
             self._conversion = None
@@ -302,9 +302,8 @@ class AmpPrecision(Answers, Precision):
     def _reopen_window(self) -> None:
         """Puts back what a checkpoint held; no sooner, since the Trainer clears all gradients after loading it."""
         window, self._loaded_window = self._loaded_window, None
-        if window is not None and self._trainer is not None:
-            rank, world_size = self._trainer.global_rank, self._trainer.world_size
-            open_window.load(window, self._windows, self._live_engine, rank, world_size)
+        if window is not None:
+            open_window.load(window, self._windows, self._live_engine)
 
     @property
     def _live_engine(self) -> Engine | None:
@@ -332,8 +331,7 @@ class AmpPrecision(Answers, Precision):
     ) -> None:
         if self.rehearsing:
             return
-        unreduced = self._ddp is not None and not self._ddp.require_backward_grad_sync
-        self._windows.passed(unreduced)
+        unreduced = self._windows.passed()
         if self.config.passive:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return

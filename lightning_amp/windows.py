@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_amp.engine import Engine
 from lightning_amp.gradients import Gradients
@@ -26,30 +27,41 @@ class Windows:
     Args:
         optimizers: Anything with ``param_groups``.
         module: The model; gradients of parameters that no optimizer owns belong to any open window.
+        wrapper: What reduces the gradients of several processes, None in a single one.
     """
 
-    def __init__(self, optimizers: Sequence[Any], module: nn.Module) -> None:
+    def __init__(
+        self, optimizers: Sequence[Any], module: nn.Module, wrapper: DistributedDataParallel | None = None
+    ) -> None:
         self.optimizers = list(optimizers)
         self.module = module
+        self.wrapper = wrapper
         self.passes = 0
         """Backward passes so far."""
         self.open = [False] * len(self.optimizers)
         self.unreduced = [False] * len(self.optimizers)
         """Whether a pass of the open window left its gradients unreduced, so that each process has others."""
+        self.waiting = [False] * len(self.optimizers)
+        """Whether such a pass was seen since the latest that reduced anything: that is what the wrapper remembers."""
 
-    def passed(self, unreduced: bool) -> None:
+    def passed(self) -> bool:
         """Notes a backward pass that is about to run.
 
-        Args:
-            unreduced: Whether a distributed wrapper leaves its gradients as they are (DDP's ``no_sync``).
+        Returns:
+            Whether the wrapper leaves its gradients as they are (DDP's ``no_sync``).
         """
         self.passes += 1
+        unreduced = self.wrapper is not None and not self.wrapper.require_backward_grad_sync
+        if self.wrapper is not None and not unreduced:
+            self.waiting = [False] * len(self.optimizers)
         for i, optimizer in enumerate(self.optimizers):
-            if self.open[i] and self.unreduced[i] >= unreduced:
+            if self.open[i] and self.waiting[i] >= unreduced:
                 continue
             if _trains(optimizer):
                 self.open[i] = True
                 self.unreduced[i] |= unreduced
+                self.waiting[i] |= unreduced
+        return unreduced
 
     def stepped(self, optimizer: Any) -> None:
         """Notes that an optimizer was stepped, in vain or not.
@@ -60,6 +72,21 @@ class Windows:
         for i, mine in enumerate(self.optimizers):
             if mine is optimizer:
                 self.open[i] = self.unreduced[i] = False
+
+    def remind(self, gradients: list[Grads]) -> None:
+        """Has the wrapper remember the passes that wait to be reduced, as if it had seen them.
+
+        DDP reduces what they reached with whatever pass is reduced next, whether that reaches it or not.
+
+        Args:
+            gradients: What they left, in the order of `lists`. What is in ``.grad`` afterwards means nothing.
+        """
+        pairs = [zip(*columns, strict=True) for columns in zip(self.lists(), gradients, strict=True)]
+        waiting = [pair for waits, mine in zip(self.waiting, pairs, strict=False) for pair in mine if waits]
+        reached = [p for p, g in waiting if g is not None and p.requires_grad]
+        if self.wrapper is not None and reached:
+            with self.wrapper.no_sync(), torch.enable_grad():
+                torch.autograd.backward([p.sum() * 0 for p in reached])
 
     def lists(self) -> list[list[Tensor]]:
         """Returns each optimizer's parameters, and those that none owns."""

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from tests.helpers.resuming import Duel, Spec, Watch, train
+from tests.helpers.resuming import Duel, Spec, Watch, path_of, train
 
 LENGTHS = (3, 4)
 """Batches a window of either optimizer. Neither divides an epoch, so that windows go on into the next."""
@@ -86,11 +86,28 @@ def run(
     return train(Spec(level), resume, folder, save_after, **{"module": module, "plugin": plugin, **more})
 
 
-def run_two(level: str, resume: Path | None, folder: Path, save_after: Sequence[int], **more: Any) -> None:
-    """Trains two epochs in two processes; to be called in a process of its own."""
-    strategy = DDPStrategy(
-        start_method="fork",
-        find_unused_parameters=not more.pop("automatic", False),
-        gradient_as_bucket_view=more.pop("bucket_view", False),
-    )
-    run(level, resume, folder, save_after, devices=2, strategy=strategy, **more)
+def run_two(level: str, resume: Path | None, folder: Path, save_after: Sequence[int] = (), **more: Any) -> None:
+    """Trains two epochs in two processes, which leave their end states in the folder.
+
+    Args:
+        level: As in `run`.
+        resume: As in `run`.
+        folder: As in `run`.
+        save_after: As in `run`.
+        **more: As in `run`, or ``automatic``: Lightning makes the windows; and ``bucket_view``, for the strategy.
+    """
+    automatic, view = more.pop("automatic", False), more.pop("bucket_view", False)
+    strategy = DDPStrategy(start_method="fork", find_unused_parameters=not automatic, gradient_as_bucket_view=view)
+    if automatic:
+        train(Spec(level, automatic=True, window=4), resume, folder, save_after, devices=2, strategy=strategy)
+    else:
+        run(level, resume, folder, save_after, devices=2, strategy=strategy, **more)
+
+
+def stop_and_go_on(level: str, folder: Path, save_after: Sequence[int], **more: Any) -> None:
+    """Trains in two processes without an interruption, then again from each of the checkpoints it left."""
+    run_two(level, None, folder, save_after, **more)
+    for batches in save_after:
+        again = folder / str(batches)
+        again.mkdir()
+        run_two(level, path_of(folder, batches), again, **more)
