@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_amp import open_window
+from lightning_amp import open_window, saved_window
 from lightning_amp.autocast import cache_is_sound
 from lightning_amp.casting import Conversion
 from lightning_amp.checkpoint import grad_scaler_state
@@ -156,7 +156,7 @@ class AmpPrecision(Answers, Precision):
         self._windows = Windows([], nn.Module())
         self._passes_before = 0
         self._trainer: pl.Trainer | None = None
-        self._loaded_window: open_window.OpenWindow | None = None
+        self._loaded_window: saved_window.SavedWindow | None = None
         self._loaded: tuple[str, Any] | None = None
         self._stage: TrainerFn | None = None
         self._device_type = "cpu"
@@ -431,7 +431,7 @@ class AmpPrecision(Answers, Precision):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the gradients of an open window, and what Lightning's own mixed precision would go on with."""
         if self._loaded_window is not None:  # nothing has happened to it yet
-            checkpoint[open_window.ENTRY] = self._loaded_window.entry
+            checkpoint[saved_window.ENTRY] = self._loaded_window.entry
         elif any(self._windows.open) and self._stage in (None, TrainerFn.FITTING):
             self._save_window(checkpoint)
         state = grad_scaler_state(self._scalers or (), self.config.rule)
@@ -447,15 +447,15 @@ class AmpPrecision(Answers, Precision):
             why = "each process has others, and on an exception they cannot wait for each other. Save between batches"
         else:
             length = self._trainer.accumulate_grad_batches
-            checkpoint[open_window.ENTRY] = open_window.write(self._windows, self._live_engine, length)
+            checkpoint[saved_window.ENTRY] = open_window.write(self._windows, self._live_engine, length)
             return
         rank_zero_warn(f"This checkpoint lacks the gradients that no step has used yet: {why} to go on from them.")
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Looks for a state under other names than this class's; Lightning itself hands over that one."""
-        if self._stage is TrainerFn.FITTING and open_window.ENTRY in checkpoint:
-            self._loaded_window = open_window.read(checkpoint[open_window.ENTRY])
+        if self._stage is TrainerFn.FITTING and saved_window.ENTRY in checkpoint:
+            self._loaded_window = saved_window.read(checkpoint[saved_window.ENTRY])
         if type(self).__qualname__ not in checkpoint:
             self._resume(*find(checkpoint, type(self).__qualname__))
 

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_amp.engine import Engine
 from lightning_amp.gradients import Gradients
 
-Grads = list[Tensor | int | None]
-"""Gradients of some parameters; 0 for one that a step has used."""
+Grads = list[Tensor | None]
+"""Gradients of some parameters."""
 
 _CHUNK = 2**26
 """Bytes that go from one process to another at a time."""
@@ -95,18 +95,12 @@ class Windows:
         return [*lists, [p for p in self.module.parameters() if id(p) not in owned]]
 
     def gradients(self) -> list[Grads]:
-        """Returns copies of the gradients, in the order of `lists`.
-
-        A gradient that a step has used, and that is still there, is 0: all that a script may still do with it is to
-        zero it.
-        """
+        """Returns copies of the gradients in open windows, in the order of `lists`."""
         copies: dict[int, Tensor] = {}
 
-        def taken(p: Tensor, is_open: bool) -> Tensor | int | None:
-            if p.grad is None:
+        def taken(p: Tensor, is_open: bool) -> Tensor | None:
+            if p.grad is None or not is_open:
                 return None
-            if not is_open:
-                return 0
             if id(p) not in copies:  # another optimizer may share it
                 copies[id(p)] = p.grad.detach().to("cpu", copy=True)
             return copies[id(p)]

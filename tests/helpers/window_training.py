@@ -5,7 +5,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -111,3 +113,49 @@ def stop_and_go_on(level: str, folder: Path, save_after: Sequence[int], **more: 
         again = folder / str(batches)
         again.mkdir()
         run_two(level, path_of(folder, batches), again, **more)
+
+
+class Norms(Callback):
+    """The norms of the true gradients before each step of the first optimizer; two processes write them to a file."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if optimizer is trainer.optimizers[0]:
+            self.seen.append(float(torch.stack([p.grad.float().norm() for p in pl_module.d.parameters()]).norm()))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self.path is not None:
+            torch.save(self.seen, f"{self.path}.{trainer.global_rank}")
+
+
+def go_on_at_other_levels(folder: Path, pairs: Sequence[tuple[str, str]]) -> None:
+    """Trains in two processes at some levels, and goes on from the second batch at others: norms are left by name."""
+    for saved, resumed in pairs:
+        for level, resume in ((saved, None), (resumed, path_of(folder / saved, 2))):
+            place = folder / (saved if resume is None else f"{saved} to {resumed}")
+            place.mkdir()
+            more = {"settings": {"unreduced": True, "overflows": False}, "callbacks": [Norms(place / "norms")]}
+            run_two(level, resume, place, [2], max_epochs=1, **more)
+
+
+class SaveWhileHandling(Callback):
+    """Saves after the second batch, where an exception is being handled, as Lightning does on its way out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, out: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            try:
+                raise RuntimeError("stop")
+            except RuntimeError:
+                trainer.save_checkpoint(self.path)
+
+
+def save_while_handling(folder: Path) -> None:
+    """Trains in two processes whose gradients are unreduced when they save while an exception is being handled."""
+    callbacks = [SaveWhileHandling(folder / "stopped.ckpt")]
+    run_two("O1", None, folder, callbacks=callbacks, settings={"unreduced": True}, max_epochs=1)
