@@ -362,6 +362,19 @@ def test_report_notes_where_scales_changed_and_passes_overflowed(tmp_path):
     assert max(seen[len(falls) :]) > min(seen)
 
 
+def test_report_of_a_resumed_training_counts_on(tmp_path):
+    first = fit(gan(), amp("O1", num_losses=3), BATCHES, callbacks=[])
+    first.save_checkpoint(tmp_path / "x.ckpt")
+    report = AmpReport(str(tmp_path / "report.html"))
+    second = trainer(amp("O1", num_losses=3), max_epochs=2, callbacks=[report])
+    second.fit(gan(), Batches(BATCHES), ckpt_path=tmp_path / "x.ckpt")
+    assert report._record.scales["loss_0"] == [(7, 1024.0)]
+    assert report._record.batches == 12
+    page = (tmp_path / "report.html").read_text()
+    assert "<b>6</b><span>batches</span>" in page
+    assert "<td>loss_0</td><td>12</td><td>0</td>" in page
+
+
 def test_report_samples_the_share_of_zero_gradients(tmp_path):
     report = AmpReport(str(tmp_path / "report.html"))
     module = Scripted(
