@@ -115,8 +115,9 @@ def without_running_means(end: dict[str, Any]) -> dict[str, Any]:
     return {**end, "weights": weights, "as they are": None}
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("kind", TWO)
+@pytest.mark.parametrize(
+    ("level", "kind"), [*((level, kind) for kind in TWO for level in LEVELS[:3]), ("O3", "reduced at the end")]
+)
 def test_c67_c86_windows_of_two_processes_are_finished_bit_for_bit(level: str, kind: str, tmp_path: Path) -> None:
     points = [2, OVERFLOW + 1]
     in_clean_process(stop_and_go_on, level, tmp_path, points, **TWO[kind])
