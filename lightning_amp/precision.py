@@ -39,6 +39,8 @@ from lightning_amp.spent_closure import SpentClosure
 from lightning_amp.windows import Windows
 
 _NAMES = {torch.float16: "16", torch.bfloat16: "bf16"}
+_CALLED_IN_STEPS = ("backward", "optimizer_step", "clip_gradients", "grad", "outcome", "real_steps", "grad_norm")
+"""What a training step calls: nothing for `torch.compile` to trace where it compiles the whole step."""
 
 
 class AmpPrecision(Answers, Precision):
@@ -228,6 +230,9 @@ class AmpPrecision(Answers, Precision):
             skip_together=self._skip_together if optimizers else (),
             max_consecutive_skips=self._max_consecutive_skips,
         )
+        if inner._compiler_ctx is not None:  # Lightning's mark of a compiled LightningModule; there is no public one
+            for name in set(_CALLED_IN_STEPS) - vars(self).keys():
+                setattr(self, name, torch.compiler.disable(getattr(self, name)))
         if self._ddp is not None:
             self._engine.gradients.collector.in_place = not self._ddp.gradient_as_bucket_view
             self._masters.broadcast()  # DDP brings the half weights in line, and knows of nothing else
@@ -268,6 +273,8 @@ class AmpPrecision(Answers, Precision):
 
     @override
     def teardown(self) -> None:
+        for name in _CALLED_IN_STEPS:
+            self.__dict__.pop(name, None)
         if self._engine is not None:
             self._engine.close()
         self._ddp = self._windows.wrapper = None
