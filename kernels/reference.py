@@ -135,6 +135,8 @@ def read(grads: Sequence[Tensor], also: Tensor | None = None) -> Reading:
     norm = torch.linalg.vector_norm(_norms(grads))
     finite = norm.is_cpu and math.isfinite(norm.tolist())  # then all of them are, and no second look is needed
     found = torch.zeros((), dtype=torch.float32, device=norm.device) if finite else found_inf(grads)
+    if norm.is_cpu and norm.tolist() == math.inf and not found.tolist():  # squares overflowed: float64 takes them
+        norm = torch.linalg.vector_norm(_norms([g.double() for g in grads]))
     return Reading(norm.to(torch.float32), found if also is None else torch.maximum(found, also))
 
 
@@ -163,6 +165,8 @@ def clip_norm(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
         norm: Their total norm, from `read`. Where it is non-finite the gradients are left as they are.
         max_norm: The bound, positive.
     """
+    if not grads:
+        return
     coefficient = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
     # An infinite norm gives 0 and a NaN gives NaN: neither may be multiplied into a gradient.
     coefficient = torch.where(coefficient > 0, coefficient, 1.0)
@@ -179,6 +183,8 @@ def clip_value(grads: Sequence[Tensor], found_inf: Tensor, max_value: float) -> 
         found_inf: From `read`. Where it is not zero the gradients are left as they are.
         max_value: The bound, positive.
     """
+    if not grads:
+        return
     bound = torch.where(found_inf > 0, math.inf, max_value)
     torch._foreach_minimum_(list(grads), [bound] * len(grads))
     torch._foreach_maximum_(list(grads), [-bound] * len(grads))
@@ -213,7 +219,8 @@ def refresh(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         halves: The half weights.
         masters: Their masters, of the same shapes.
     """
-    torch._foreach_copy_(list(halves), list(masters))
+    if halves:
+        torch._foreach_copy_(list(halves), list(masters))
 
 
 def adopt(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:

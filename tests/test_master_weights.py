@@ -155,12 +155,12 @@ def test_c60_a_gradient_assigned_in_half_is_converted() -> None:
 def test_c59_small_updates_accumulate_in_the_master() -> None:
     p = param(1.0)
     masters = kept(p)
-    for _ in range(1000):
+    for _ in range(200):
         loan = lent(masters, optimizer := trained(p, lr=1e-4, momentum=0.0))
         master_of(masters, p).grad = torch.ones(1)
         optimizer.step()
         loan.give_back()
-    assert numbers(master_of(masters, p)) == pytest.approx([0.9], rel=1e-4)
+    assert numbers(master_of(masters, p)) == pytest.approx([0.98], rel=1e-5)
     assert torch.equal(p, master_of(masters, p).half())
 
 

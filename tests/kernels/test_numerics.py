@@ -237,10 +237,58 @@ def test_read_finds_bad_values(dtype: torch.dtype, value: float) -> None:
 
 
 def test_a_norm_that_overflows_is_no_bad_value() -> None:
-    norm, found = ops.read([torch.full((2050,), 1e30)])
+    grads = [torch.full((2050,), 3e38)]
+    norm, found = ops.read(grads)
     assert norm.item() == math.inf
-    assert found.item() == 0.0
-    assert ops.found_inf([torch.full((2050,), 1e30)]).item() == 0.0
+    assert found.item() == ops.found_inf(grads).item() == 0.0
+
+
+@pytest.mark.parametrize("value", [1e18, 3e19, 1e20, 1e30])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_squares_that_overflow_float32_do_not_spoil_the_norm(dtype: torch.dtype, value: float) -> None:
+    for sizes in ((1,), (3, 0, 4097), (2050, 40)):
+        grads = [torch.full((n + 1,), value, dtype=dtype)[1:] for n in sizes] + [torch.ones(7, dtype=torch.float64)]
+        for some in (grads[:-1], grads):
+            norm = total(some)
+            reading = ops.read_and_clip(some, "norm", 2.0)
+            assert reading.norm.item() == pytest.approx(norm, rel=1e-5)
+            assert reading.found_inf.item() == 0.0
+            assert total(some) == pytest.approx(2.0, rel=1e-2)  # bfloat16 has three digits
+            for g in grads[:-1]:
+                g.fill_(value)
+        grads[0][-1] = math.nan
+        assert ops.read(grads).found_inf.item() == 1.0
+
+
+def extremes(dtype: torch.dtype) -> Tensor:
+    """Returns the least and the largest numbers of a type, signed zeros, and one."""
+    info = torch.finfo(dtype)
+    least = info.tiny * info.eps  # subnormal
+    values = [least, -least, info.tiny - least, info.tiny, info.max, -info.max, 0.0, -0.0, 1.0]
+    return torch.tensor(values * 3, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("scale", [2.0**24, 2.0**-24, 2.0**-14, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_collect_is_exact_at_the_limits_of_a_type(dtype: torch.dtype, scale: float) -> None:
+    new = extremes(dtype)
+    for widen in (True, False):
+        bad = first_bad()
+        (out,) = ops.collect([new.clone()], [None], torch.tensor(1 / scale), bad, widen=widen)
+        wanted = (new.double() / scale).to(out.dtype)
+        assert torch.equal(out, wanted)
+        assert torch.equal(out.signbit(), wanted.signbit())
+        assert bad.item() == FIRST_BAD_NONE, "what overflows in the multiply is no fault of the pass"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_weights_at_the_limits_of_a_type(dtype: torch.dtype) -> None:
+    master = torch.cat([extremes(dtype).float(), extremes(torch.float32), torch.tensor([math.inf, -math.inf])])
+    half, before = torch.zeros_like(master, dtype=dtype), master.clone()
+    ops.refresh([half], [master])
+    assert torch.equal(half, master.to(dtype))
+    ops.adopt([half], [master])
+    assert torch.equal(master, before), "a master beyond the half type is not an edit"
 
 
 def test_readings_do_not_share_memory() -> None:
@@ -377,6 +425,23 @@ def test_adopt_takes_both_half_types_and_empty_tensors() -> None:
 def test_empty_lists() -> None:
     assert ops.collect([], [], INV, first_bad()) == []
     ops.adopt([], [])
+    ops.refresh([], [])
+    ops.clip_norm([], torch.tensor(9.0), 1.0)
+    ops.clip_value([], torch.tensor(0.0), 1.0)
+    for algorithm in ("norm", "value"):
+        assert tuple(map(float, ops.read_and_clip(draw((0, 0), torch.float32), algorithm, 1.0))) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan])
+def test_what_else_speaks_against_a_step_is_in_the_reading(value: float) -> None:
+    for also in (0.0, 1.0):
+        grads = draw(SMALL, torch.float32)
+        grads[1][3] = value
+        flag, wanted = torch.tensor([9.0, also])[1], 1.0 if math.isnan(value) else also
+        assert ops.read(grads, flag).found_inf.item() == ops.found_inf(grads, flag).item() == wanted
+        before = grads[0].clone()
+        assert ops.read_and_clip(grads, "value", 1e-3, flag).found_inf.item() == wanted
+        assert torch.equal(grads[0], before) == bool(wanted)
 
 
 RULES = (
@@ -401,13 +466,15 @@ def test_update_follows_the_rule(rule: ScaleRule, together: bool) -> None:
         loss = None if value is None else torch.tensor(value)
         state = ScaleState(*vector.tolist())
         wanted = next_state(state, index, value is None or math.isfinite(value), rule)
+        flag = torch.tensor([9.0, 9.0])[1]
         if together:
             grads = [torch.full((3,), math.inf if i == index else 1.0) for i in range(8)]
-            out = ops.collect_and_update(grads, [None] * 8, vector[1], bad, vector, loss, rule)
+            out = ops.collect_and_update(grads, [None] * 8, vector[1], bad, vector, loss, rule, flag)
             assert out[1].tolist() == [state.inv_scale] * 3  # the old scale's, although the new one is there by now
         else:
             bad.fill_(index)
-            ops.update(vector, bad, loss, rule)
+            ops.update(vector, bad, loss, rule, flag)
+        assert flag.item() == (index != FIRST_BAD_NONE)
         torch.testing.assert_close(vector, torch.tensor(wanted), rtol=2e-7, atol=0)
         assert bad.item() == FIRST_BAD_NONE
 
