@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 
 from lightning_amp import Outcome
-from tests.helpers.modules import HALF_LEVELS, SCALED_LEVELS, Scripted, amp, fit
+from tests.helpers.modules import HALF_LEVELS, Scripted, amp, fit
 
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(12)]
 
@@ -31,7 +31,7 @@ def assert_trains_as_fp32(build: Any, level: str, tolerance: float = 2e-3, **set
     flat = [torch.cat([p.detach().flatten() for p in module.parameters()]) for module in (start, wanted, given)]
     moved = (flat[1] - flat[0]).norm()
     assert moved > 0
-    assert ((flat[2] - flat[1]).norm() / moved).item() < tolerance
+    assert ((flat[2] - flat[1]).norm() / moved).item() < tolerance * (10 if level == "O3" else 1)
 
 
 def automatic(loss: Any = lambda module, batch, i: module.net(batch).square().mean()) -> Any:
@@ -42,7 +42,7 @@ def manual(step: Any) -> Any:
     return lambda: Scripted(step, sgd, net=network())
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_c02_automatic_clipping_comes_after_the_scale_is_out(level, algorithm):
     bound = 0.05 if algorithm == "norm" else 0.01
@@ -50,7 +50,7 @@ def test_c02_automatic_clipping_comes_after_the_scale_is_out(level, algorithm):
     assert_trains_as_fp32(automatic(), level, **settings)
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_a_window_whose_length_changes_between_epochs(level):
     def settings() -> dict[str, Any]:
         return {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 5})], "max_epochs": 3}
@@ -59,7 +59,7 @@ def test_a_window_whose_length_changes_between_epochs(level):
     fit(wanted, None, BATCHES, **settings())
     fit(given, amp(level), BATCHES, **settings())
     for s, w, g in zip(start.parameters(), wanted.parameters(), given.parameters(), strict=True):
-        torch.testing.assert_close(g - s, w - s, rtol=5e-3, atol=5e-4)
+        torch.testing.assert_close(g - s, w - s, rtol=5e-3, atol=2e-3 if level == "O3" else 5e-4)
 
 
 def test_c23_sixty_four_large_micro_batches_are_summed_in_fp32_at_o2():
@@ -75,7 +75,7 @@ def test_c23_sixty_four_large_micro_batches_are_summed_in_fp32_at_o2():
     assert module.grad.item() == 1000.0 + 63 * 0.25
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 @pytest.mark.parametrize("delay", [False, True])
 def test_c24_both_styles_of_accumulation_equal_one_large_batch(level, delay):
     def step(module: Any, batch: Tensor, i: int) -> None:
@@ -90,7 +90,7 @@ def test_c24_both_styles_of_accumulation_equal_one_large_batch(level, delay):
     assert_trains_as_fp32(manual(step), level)
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_c25_a_user_who_looks_at_the_norm_and_does_not_step(level):
     def step(module: Any, batch: Tensor, i: int) -> None:
         optimizer = module.optimizers()
@@ -104,7 +104,7 @@ def test_c25_a_user_who_looks_at_the_norm_and_does_not_step(level):
     assert_trains_as_fp32(manual(step), level)
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_c25_a_clip_of_infinite_gradients_writes_no_nan_and_the_step_is_skipped(level):
     def step(module: Any, batch: Tensor, i: int) -> None:
         optimizer = module.optimizers()
@@ -123,7 +123,7 @@ def test_c25_a_clip_of_infinite_gradients_writes_no_nan_and_the_step_is_skipped(
     assert plugin.outcome(trainer.optimizers[0]) is Outcome.SKIPPED
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_c09_gradient_surgery_on_true_gradients_of_each_loss(level):
     """Two losses at far-apart scales; the second gradient is projected off the first before both are summed."""
 
@@ -146,7 +146,7 @@ def test_c09_gradient_surgery_on_true_gradients_of_each_loss(level):
     assert_trains_as_fp32(manual(step), level)
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_sharpness_aware_steps_by_hand_inside_masters(level):
     """SAM: climb to the worst point nearby, take its gradient, step from where we were."""
 
@@ -182,7 +182,7 @@ def test_sharpness_aware_steps_by_hand_inside_masters(level):
     assert_trains_as_fp32(manual(step), level, tolerance=5e-3)
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_autograd_that_raises_in_the_middle_leaves_gradients_as_they_were(level):
     class Fails(torch.autograd.Function):
         @staticmethod

@@ -14,7 +14,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.modules import HALF_LEVELS, SCALED_LEVELS, Batches, Scripted, amp, fit
+from tests.helpers.modules import HALF_LEVELS, Batches, Scripted, amp, fit
 from tests.helpers.modules import trainer as make_trainer
 
 BATCHES = [torch.randn(6, 8, generator=torch.Generator().manual_seed(i)) for i in range(8)]
@@ -114,7 +114,7 @@ def moves(make: Callable[[], nn.Module], plugin: Any, **settings: Any) -> Tensor
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated", "ignore:dropout option adds dropout")
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 @pytest.mark.parametrize("name", [n for n in NETWORKS if n != "batchnorm synchronised"])
 def test_networks_of_every_kind_move_as_in_fp32(name, level):
     wanted, given = moves(NETWORKS[name], None), moves(NETWORKS[name], amp(level))
@@ -152,7 +152,7 @@ def test_lazy_modules_are_refused_by_name_where_weights_are_converted():
         fit(build(lambda: nn.LazyLinear(8)), amp("O2"), BATCHES)
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_c85_sparse_embedding_gradients_are_true_and_checked_after_duplicates_are_summed(level):
     def embedding(factor: float) -> Scripted:
         torch.manual_seed(0)
@@ -169,7 +169,9 @@ def test_c85_sparse_embedding_gradients_are_true_and_checked_after_duplicates_ar
     fit(module, amp(level), BATCHES[:1])
     expected = torch.zeros(5, 2)
     expected[1], expected[3] = 2 * 0.5, 0.5
-    torch.testing.assert_close(module.before - module.net.weight, expected, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        module.before - module.net.weight, expected, rtol=1e-3, atol=1e-3 if level == "O3" else 1e-6
+    )
     huge = embedding(40000.0)
     plugin = amp(level, init_scale=1.0)
     trainer = fit(huge, plugin, BATCHES[:1])
@@ -177,20 +179,20 @@ def test_c85_sparse_embedding_gradients_are_true_and_checked_after_duplicates_ar
     assert (plugin.outcome(trainer.optimizers[0]).value == "stepped") is finite
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_c85_sparse_adam_moves_as_in_fp32(level):
     def weight(plugin: Any) -> Tensor:
         torch.manual_seed(0)
         module = Scripted(
             lambda m, batch, i: (m.net(torch.tensor([i % 5, 2])) - 1).float().square().sum(),
-            lambda m: torch.optim.SparseAdam(m.parameters(), lr=0.01),
+            lambda m: torch.optim.SparseAdam(m.parameters(), lr=0.01, eps=1e-4),
             automatic=True,
             net=nn.Embedding(5, 2, sparse=True),
         )
         fit(module, plugin, BATCHES)
         return module.net.weight.detach()
 
-    torch.testing.assert_close(weight(amp(level)), weight(None), rtol=5e-3, atol=1e-3)
+    torch.testing.assert_close(weight(amp(level)), weight(None), rtol=5e-3, atol=1e-2 if level == "O3" else 1e-3)
 
 
 @pytest.mark.parametrize("level", HALF_LEVELS)
@@ -201,7 +203,7 @@ def test_c85_lbfgs_is_refused_with_its_reason(level):
         fit(module, amp(level), BATCHES)
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_c84_what_is_frozen_stays_frozen_through_a_toggle_cycle(level):
     def step(module: Any, batch: Tensor, i: int) -> None:
         for k, optimizer in enumerate(module.optimizers()):
@@ -245,7 +247,7 @@ def finetuning() -> BackboneFinetuning:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have any lr scheduler", "ignore:The dirpath")
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_c79_c81_a_backbone_unfrozen_in_mid_run_goes_on_after_a_resume(level, tmp_path):
     def go_on(plugin: Callable[[], Any], file: Any) -> list[Tensor]:
         """Trains two epochs, and two more in a new Trainer, where Lightning itself freezes the backbone again."""
@@ -267,7 +269,7 @@ def test_c79_c81_a_backbone_unfrozen_in_mid_run_goes_on_after_a_resume(level, tm
 
 
 @pytest.mark.filterwarnings("ignore:.*Swapping scheduler")
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 @pytest.mark.parametrize(
     "average", [lambda: EMAWeightAveraging(decay=0.9), lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2)]
 )
@@ -277,7 +279,7 @@ def test_lightnings_own_averaging_ends_as_in_fp32(level, average):
     assert ((given - wanted).norm() / wanted.norm()).item() < 0.01
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_wgan_clamping_in_place_is_honoured_at_every_step(level):
     def step(module: Any, batch: Tensor, i: int) -> None:
         optimizer = module.optimizers()
@@ -290,14 +292,14 @@ def test_wgan_clamping_in_place_is_honoured_at_every_step(level):
     weights = []
     for plugin in (None, amp(level)):
         torch.manual_seed(0)
-        module = Scripted(step, lambda m: torch.optim.RMSprop(m.parameters(), lr=5e-4), net=nn.Linear(8, 1))
+        module = Scripted(step, lambda m: torch.optim.RMSprop(m.parameters(), lr=5e-4, eps=1e-4), net=nn.Linear(8, 1))
         fit(module, plugin, BATCHES * 3)
         weights.append(module.net.weight.detach())
     assert weights[1].abs().max() <= 0.01 * 1.001
     torch.testing.assert_close(weights[1], weights[0], rtol=0.0, atol=4e-4)
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_requires_grad_flipped_in_mid_run(level):
     def step(module: Any, batch: Tensor, i: int) -> None:
         module.net[0].requires_grad_(i % 2 == 0)
@@ -313,4 +315,4 @@ def test_requires_grad_flipped_in_mid_run(level):
         module = Scripted(step, lambda m: torch.optim.Adam(m.parameters(), lr=0.01, eps=1e-3), net=net)
         fit(module, plugin, BATCHES)
         weights.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
-    torch.testing.assert_close(weights[1], weights[0], rtol=5e-3, atol=1e-3)
+    torch.testing.assert_close(weights[1], weights[0], rtol=5e-3, atol=0.05 if level == "O3" else 1e-3)
