@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.resume_matrix import PRECISIONS, Cell, measure, prepare
+from benchmarks.resume_matrix import Cell, measure, prepare
+from benchmarks.resume_trainings import PRECISIONS
+from benchmarks.resume_windows import expected_of_window, measure_window
 
 DYNAMIC = ("O1", "O2", "16-mixed")
 
@@ -42,6 +44,15 @@ def test_c73_any_precision_goes_on_from_any(saved: str, resumed: str, folder: Pa
     anew = resumed in ("O1", "O2") and saved not in DYNAMIC
     dropped = resumed in ("O0", "O3") and saved in DYNAMIC
     assert len(cell.warnings) == int(anew or dropped)
+
+
+OURS = ("O0", "O1", "O2", "O3")
+WINDOWS = [(a, b) for a in OURS for b in OURS] + [("O2", "32-true"), ("16-mixed", "O1")]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), WINDOWS)
+def test_c73_an_open_window_is_finished_by_any_level(saved: str, resumed: str, folder: Path) -> None:
+    assert measure_window(saved, resumed, folder) == expected_of_window(saved, resumed)
 
 
 def test_a_cell_that_lost_something_is_wrong() -> None:
