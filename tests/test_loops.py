@@ -8,7 +8,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.modules import HALF_LEVELS, SCALED_LEVELS, Batches, Scripted, amp, fit, trainer
+from tests.helpers.modules import HALF_LEVELS, Batches, Scripted, amp, fit, trainer
 
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(6)]
 
@@ -36,10 +36,10 @@ def assert_alike(level: str, make: Any, **settings: Any) -> None:
     fit(given, amp(level), BATCHES, **settings)
     moved = (weights(wanted) - start).norm()
     assert moved > 0
-    assert ((weights(given) - weights(wanted)).norm() / moved).item() < 3e-3
+    assert ((weights(given) - weights(wanted)).norm() / moved).item() < (3e-2 if level == "O3" else 3e-3)
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_a_closure_handed_to_a_manual_step(level):
     seen: list[Any] = []
 
@@ -77,14 +77,14 @@ class WarmsUp(Scripted):
         optimizer.step(closure=optimizer_closure)
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 @pytest.mark.parametrize("kind", [RunsTheClosureItself, WarmsUp])
 @pytest.mark.parametrize("window", [1, 4])
 def test_overridden_optimizer_steps(level, kind, window):
     assert_alike(level, lambda: build(kind=kind), accumulate_grad_batches=window)
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 @pytest.mark.parametrize("missing", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
 def test_batches_without_a_loss_anywhere_in_a_window(level, missing):
     def step(module: Any, batch: Tensor, i: int) -> Tensor | None:
@@ -171,6 +171,6 @@ def test_evaluation_between_fits_changes_nothing(level):
     assert torch.equal(weights(plain), weights(looked_at))
 
 
-@pytest.mark.parametrize("level", SCALED_LEVELS)
+@pytest.mark.parametrize("level", HALF_LEVELS)
 def test_anomaly_detection_may_be_on(level):
     assert_alike(level, build, detect_anomaly=True)
