@@ -302,7 +302,7 @@ class AmpPrecision(Answers, Precision):
     @override
     def convert_input(self, data: Any) -> Any:
         """Leaves a batch as it is: modules cast what they are given. It comes before any hook that sees a batch."""
-        if self._loaded_window is not None:
+        if self._loaded_window is not None and not torch.is_inference_mode_enabled():  # as in a validation
             self._reopen_window()
         return data
 

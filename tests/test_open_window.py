@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_amp.callbacks import EMAWeights
 from tests.helpers.clean_process import in_clean_process
-from tests.helpers.modules import trainer
-from tests.helpers.resuming import OVERFLOW, Spec, Stream, Watch, differences, path_of, train
+from tests.helpers.modules import Batches, trainer
+from tests.helpers.resuming import OVERFLOW, Duel, Spec, Stream, Watch, differences, path_of, train
 from tests.helpers.window_training import (
     Norms,
     Windows,
@@ -389,3 +389,56 @@ def test_plain_lightning_goes_on_without_the_window(level: str, runs: Any) -> No
     it = trainer(max_epochs=2)
     it.fit(module, Stream(), ckpt_path=path_of(folder, 1), weights_only=True)
     assert all(p.isfinite().all() for p in module.parameters())
+
+
+class Validated(Duel):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.g(batch)
+
+
+class SaveInValidation(Callback):
+    """Saves in the middle of the first validation and at its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.save(trainer, "middle")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.save(trainer, "end")
+
+    def save(self, trainer: pl.Trainer, when: str) -> None:
+        path = self.folder / f"{when}.ckpt"
+        if not trainer.sanity_checking and not path.exists():
+            trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("when", ["middle", "end"])
+def test_a_window_that_is_open_during_a_validation_is_finished(level: str, when: str, tmp_path: Path) -> None:
+    """What is made in a validation, which runs in inference mode, could not be added to afterwards."""
+
+    def fit(resume: Path | None) -> dict[str, Any]:
+        watch, spec = Watch(), Spec(level, automatic=True, window=4)
+        callbacks = [EMAWeights(0.9), SaveInValidation(tmp_path), watch]
+        more = {"accumulate_grad_batches": 4, "val_check_interval": 3, "num_sanity_val_steps": 1}
+        it = trainer(spec.plugin(), max_epochs=2, callbacks=callbacks, **more)
+        module = Validated(automatic=True, overflows=False)
+        it.fit(module, Stream(), Batches([torch.ones(4, 8)] * 2), ckpt_path=resume, weights_only=resume and True)
+        return watch.end
+
+    whole = fit(None)
+    assert "amp_open_window" in torch.load(tmp_path / f"{when}.ckpt", weights_only=True)
+    assert differences(whole, fit(tmp_path / f"{when}.ckpt")) == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_window_waits_for_a_batch_of_the_training(level: str, runs: Any) -> None:
+    class Validate(Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            with torch.inference_mode():  # a validation that was interrupted comes first
+                trainer.precision_plugin.convert_input(torch.ones(1))
+
+    whole, folder = runs(level, "zeroed after the step")
+    assert differences(whole.end, run(level, path_of(folder, 1), callbacks=[Validate()]).end) == []
