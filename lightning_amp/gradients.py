@@ -90,7 +90,7 @@ class Gradients:
         Args:
             params: Those that are to have true gradients afterwards.
             scale: From `expect`.
-            delay: Whether its gradients keep the scale until `collect_pending`.
+            delay: Whether its gradients keep the scale until `collect_pending`; not where there are true ones.
             hold: Whether they are not reduced yet (DDP's ``no_sync``): always delayed, and not touched until then.
 
         Returns:
@@ -104,6 +104,8 @@ class Gradients:
             carried = {id(g) for g in pending.grads}
             olds = [None if id(old) in carried else old for old in olds]
             versions = [g._version for g in pending.grads]
+        # What is true already would be looked at with the window, and is no work of its losses: collected at once.
+        delay = delay and not any(old is not None for old in olds)
         window = Window(scale, live, olds, delay or hold, hold, versions)
         if window.delay:
             self._put_under_scale(window)

@@ -51,6 +51,17 @@ def test_a_gradient_put_there_in_the_block_is_added_to(level: str) -> None:
     assert grad(models[0]) == 9.0
 
 
+@pytest.mark.parametrize("level", SCALED)
+def test_a_delayed_block_after_one_that_overflowed_is_not_blamed(level: str) -> None:
+    models, optimizers = pair(level, num_losses=2)
+    block(models[0](ONE), optimizers[0], loss_id=0, overflow=models[0])
+    for _ in range(2):
+        block(models[0](ONE), optimizers[0], loss_id=1, delay_unscale=True)
+    optimizers[0].step()
+    assert amp.outcome(optimizers[0]) is Outcome.SKIPPED
+    assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [SCALE / 2, SCALE]
+
+
 # Losses that are differentiated in other ways
 
 

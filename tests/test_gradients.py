@@ -122,14 +122,19 @@ def test_c21_delayed_passes_are_pending_until_someone_needs_them(end: Callable[[
     assert engine.accounts()["loss_0"].attempts == 1, "a window is one attempt"
 
 
-def test_true_gradients_join_a_window_and_come_out_true() -> None:
+def test_a_pass_over_true_gradients_is_not_delayed() -> None:
+    """They would be looked at with its own, and an infinity that was there before would lower its scale."""
     p, q = param(1.0), param(1.0)
     engine = simple(p, q)
     engine.backward((p + 2 * q).sum())
     engine.backward(p.sum(), delay_unscale=True)
-    assert (numbers(p.grad), numbers(q.grad)) == ([2.0 * SCALE], [2.0 * SCALE])
-    engine.unscale()
     assert (numbers(p.grad), numbers(q.grad)) == ([2.0], [2.0])
+    q.grad.fill_(float("inf"))
+    before = engine.loss_scales()
+    engine.backward(p.sum(), delay_unscale=True)
+    engine.unscale()
+    assert numbers(p.grad) == [3.0]
+    assert engine.loss_scales() == before
 
 
 def test_c10_a_scale_that_moves_meanwhile_does_not_touch_a_window() -> None:

@@ -126,7 +126,8 @@ class EngineModel:
         only = one.inputs(loss)
         if only is not None and self.weights[only].trainable:
             fresh = {name: grad for name, grad in fresh.items() if name == only}
-        if one.delay and not self.lends:
+        true = any(w.trainable and w.grad is not None and not w.pending for w in self.weights.values())
+        if one.delay and not self.lends and not true:
             self._delay(scaler, fresh, fails or loss.finite, fails)
         elif fails:
             for name, grad in fresh.items():
@@ -140,9 +141,6 @@ class EngineModel:
         weight.grad = self._held(weight, grad if weight.grad is None else weight.grad + grad)
 
     def _delay(self, scaler: Scaler, fresh: dict[str, Array], finite: bool, fails: bool) -> None:
-        for weight in self.weights.values():
-            if weight.trainable and weight.grad is not None and not weight.pending:
-                weight.grad, weight.pending = self._held(weight, weight.grad * scaler.scale), True
         for name, grad in fresh.items():
             self._accumulate(self.weights[name], grad)
             self.weights[name].pending = True
