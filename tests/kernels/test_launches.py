@@ -1,5 +1,7 @@
 """The host side of a launch, with a driver that launches nothing: arguments, kept handles, and what it all costs."""
 
+import math
+
 import pytest
 import torch
 
@@ -99,7 +101,10 @@ def test_torchs_guards_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_host_does_a_fifth_of_torchs_work() -> None:
-    ratios: list[float] = []
-    while len(ratios) < 5 and max(ratios, default=0.0) < 5:  # less where others use the machine
-        ratios.append(measure(500, rounds=24).ratio)
-    assert max(ratios) >= 5, ratios
+    torchs = ours = math.inf
+    for _ in range(8):  # the best of all rounds counts: other work on the machine takes caches away
+        cost = measure(500, rounds=24)
+        torchs, ours = min(torchs, cost.torch), min(ours, cost.ours)
+        if torchs / ours >= 5:
+            return
+    pytest.fail(f"{torchs:.0f} us and {ours:.0f} us")
