@@ -11,7 +11,7 @@ from benchmarks.gpu_timing import Setting, device_time, randoms
 from benchmarks.shapes import LISTS, Shape
 from lightning_amp import kernels
 from lightning_amp.kernels import reference
-from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE
+from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE, ScaleRule, initial_state
 
 Row = dict[str, Any]
 Work = Callable[[], object]
@@ -22,12 +22,16 @@ def check(setting: Setting) -> list[Row]:
     ops = kernels.backend(setting.device)
     shapes = [(n + 3,) for n in (1, 5, 17, 1000, 2050, 4097, 70001)]
     rows: list[Row] = []
+    rule = ScaleRule()
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for skip in (0, 1, 3):
             new = [g[skip:] for g in randoms(shapes, setting, dtype)]
             first_bad = torch.full((), FIRST_BAD_NONE, dtype=torch.int32, device=setting.device)
             wanted = [g.double() / 96 for g in new]
-            out = ops.collect(new, [None] * len(new), torch.tensor(1 / 96, device=setting.device), first_bad)
+            state = torch.tensor(initial_state(96.0, rule), device=setting.device)
+            for _ in range(3):  # the ticket by which the last program is known is at zero again each time
+                fresh = [torch.cat([g.new_zeros(skip), g])[skip:] for g in new]
+                out = ops.collect_and_update(fresh, [None] * len(new), state[1], first_bad, state, None, rule)
             norm = math.sqrt(sum(float(w.square().sum()) for w in wanted))
             wrong = max(float((o.double() - w).abs().max() / w.abs().max()) for o, w in zip(out, wanted, strict=True))
             reading = ops.read_and_clip(out, "norm", norm / 2)
@@ -43,6 +47,7 @@ def check(setting: Setting) -> list[Row]:
                 and abs(float(reading.norm) / norm - 1) < 1e-4
                 and abs(clipped / norm - 0.5) < 1e-2
                 and int(first_bad) == 3
+                and (float(state[0]), float(state[2])) == (96.0, 3.0)
                 and adopted
             )
             rows.append({"type": str(dtype), "offset": skip, "error": wrong, "ok": ok})
@@ -79,6 +84,8 @@ def _works(setting: Setting, shapes: Sequence[Shape]) -> dict[str, tuple[int, st
     inv_scale = torch.tensor(0.9999, device=setting.device)
     first_bad = torch.full((), FIRST_BAD_NONE, dtype=torch.int32, device=setting.device)
     found = torch.zeros((), device=setting.device)
+    rule = ScaleRule(dynamic=False)
+    state = torch.tensor(initial_state(1.0001, rule), device=setting.device)
     norm, quiet = torch.tensor(1.0001, device=setting.device), torch.tensor(0.5, device=setting.device)
 
     def each(work: Callable[[list[Tensor], list[Tensor], list[Tensor]], object]) -> list[Work]:
@@ -86,6 +93,11 @@ def _works(setting: Setting, shapes: Sequence[Shape]) -> dict[str, tuple[int, st
 
     return {
         "collect fp32": (8, "in place", each(lambda g, h, m: ops.collect(g, none, inv_scale, first_bad))),
+        "collect fp32, update": (
+            8,
+            "in place",
+            each(lambda g, h, m: ops.collect_and_update(g, none, state[1], first_bad, state, None, rule)),
+        ),
         "collect fp16 -> fp32": (6, "copy", each(lambda g, h, m: ops.collect(h, none, inv_scale, first_bad))),
         "collect fp16 + fp32": (10, "in place", each(lambda g, h, m: ops.collect(h, g, inv_scale, first_bad))),
         "read": (4, "read", each(lambda g, h, m: ops.read(g))),

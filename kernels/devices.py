@@ -3,6 +3,7 @@
 from itertools import repeat
 from operator import attrgetter, is_
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from lightning_amp.kernels.reference import Reading
 _layout = attrgetter("layout")
 
 # The call with which torch's optimizers sort their lists: one for the whole of it, and nothing public does that.
-_kinds = torch._C._group_tensors_by_device_and_dtype
+_kinds: Any = torch._C._group_tensors_by_device_and_dtype
 
 
 def makes_a_list(tensors: list[Tensor], device: torch.device) -> bool:
