@@ -319,7 +319,8 @@ class AmpPrecision(Answers, Precision):
     @override
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        self._reopen_window()  # with data of Lightning's own iterator, nothing was handed to us before
+        if self._loaded_window is not None:  # with data of Lightning's own iterator, nothing was handed to us before
+            self._reopen_window()
         self._passes_before = self._windows.passes
         with self.forward_context():
             yield

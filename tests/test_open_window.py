@@ -50,9 +50,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
+CASES = [(kind, n) for kind in KINDS for n in (POINTS if kind == "zeroed after the step" else POINTS[1:3])]
+
+
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batches", POINTS)
+@pytest.mark.parametrize(("kind", "batches"), CASES)
 def test_c67_manual_windows_are_finished_bit_for_bit(level: str, kind: str, batches: int, runs: Any) -> None:
     whole, folder = runs(level, kind)
     resumed = run(level, path_of(folder, batches), settings=KINDS[kind])
@@ -116,7 +118,13 @@ def without_running_means(end: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("level", "kind"), [*((level, kind) for kind in TWO for level in LEVELS[:3]), ("O3", "reduced at the end")]
+    ("kind", "level"),
+    [
+        ("each pass reduced", "O2"),
+        *(("reduced at the end", level) for level in LEVELS),
+        ("reduced at the end, untoggled", "O2"),
+        *(("automatic", level) for level in ("O0", "O1", "O2")),
+    ],
 )
 def test_c67_c86_windows_of_two_processes_are_finished_bit_for_bit(level: str, kind: str, tmp_path: Path) -> None:
     points = [2, OVERFLOW + 1]
@@ -149,9 +157,10 @@ def whole_norm() -> float:
     return norms.seen[0]
 
 
-@pytest.mark.parametrize("saved", LEVELS)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["zeroed after the step", "delayed"])
+@pytest.mark.parametrize(
+    ("saved", "kind"), [*((level, "zeroed after the step") for level in LEVELS), ("O1", "delayed"), ("O3", "delayed")]
+)
 def test_c73_a_manual_window_is_finished_at_another_level(
     saved: str, level: str, kind: str, runs: Any, whole_norm: float, caught: Callable[[], list[str]]
 ) -> None:
@@ -431,6 +440,42 @@ def test_a_window_that_is_open_during_a_validation_is_finished(level: str, when:
     whole = fit(None)
     assert "amp_open_window" in torch.load(tmp_path / f"{when}.ckpt", weights_only=True)
     assert differences(whole, fit(tmp_path / f"{when}.ckpt")) == []
+
+
+class Compiled(Duel):
+    """Its networks are compiled, and saved under the names that torch gives them."""
+
+    def __init__(self) -> None:
+        super().__init__(automatic=True)
+        self.d, self.g = (torch.compile(net, backend="eager") for net in (self.d, self.g))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_window_of_compiled_networks_is_finished(level: str, tmp_path: Path) -> None:
+    spec = Spec(level, automatic=True, window=4)
+    whole = train(spec, folder=tmp_path, save_after=[6], module=Compiled())
+    saved = torch.load(path_of(tmp_path, 6), weights_only=True)["state_dict"]
+    assert saved.keys() == Compiled().state_dict().keys()
+    assert {t.dtype for t in saved.values() if t.is_floating_point()} == {torch.float32}
+    assert differences(whole.end, train(spec, path_of(tmp_path, 6), module=Compiled()).end) == []
+
+
+class Iterated(Windows):
+    """Takes its batches from Lightning's iterator."""
+
+    def training_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        batch, index, _ = next(dataloader_iter)
+        super().training_step(batch, index)
+
+
+def test_a_window_is_finished_where_a_step_fetches_its_batches(tmp_path: Path) -> None:
+    def fit(resume: Path | None) -> dict[str, Any]:
+        watch = Watch(tmp_path, [] if resume else [4])
+        it = trainer(Spec("O1").plugin(num_losses=2), callbacks=[watch])
+        it.fit(Iterated(overflows=False), Stream(), ckpt_path=resume, weights_only=resume and True)
+        return watch.end
+
+    assert differences(fit(None), fit(path_of(tmp_path, 4))) == []
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
