@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import is_not
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +14,8 @@ from lightning_amp.kernels.devices import makes_a_list
 from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE
 from lightning_amp.loss_scaler import LossScaler, Scale
+
+_is_there = partial(is_not, None)  # a call of C code, where a comprehension is one of Python's
 
 Fresh = tuple[Tensor, Tensor, Tensor | None]
 """A parameter, its fresh gradient, and the true gradient to add it to."""
@@ -39,8 +44,8 @@ class Collector:
             loss: See `LossScaler.update`.
         """
         scaler = scale.scaler
-        new, into = self._columns(fresh)
-        if makes_a_list(new, scaler.first_bad.device):
+        new, into, olds = self._columns(fresh)
+        if makes_a_list([*new, *olds], scaler.first_bad.device):
             out = scaler.collect(new, into, scale.inv_scale, loss, widen=self._widen, in_place=self.in_place)
             _hand_over(fresh, out)
             return
@@ -57,7 +62,7 @@ class Collector:
         scaler.update(loss)
 
     def _there(self, device: torch.device, fresh: list[Fresh], scale: Scale, offset: int) -> None:
-        new, into = self._columns(fresh)
+        new, into, _ = self._columns(fresh)
         inv_scale = None if scale.inv_scale is None else scale.inv_scale.to(device)
         with _first_bad_on(device, scale.scaler) as first_bad:
             out = kernels.backend(device).collect(
@@ -65,12 +70,13 @@ class Collector:
             )
         _hand_over(fresh, out)
 
-    def _columns(self, fresh: list[Fresh]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Returns the fresh gradients, and the true ones to add them to."""
+    def _columns(self, fresh: list[Fresh]) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
+        """Returns the fresh gradients, the true ones to add them to, and those of these that there are."""
         new, into = [g for _, g, _ in fresh], [old for _, _, old in fresh]
-        if self._widen:  # a plain backward() and the user may leave half ones, whose sums would lose small terms
+        olds: list[Any] = list(filter(_is_there, into))
+        if olds and self._widen:  # a plain backward() and the user may leave half ones: sums would lose small terms
             into = [old if old is None or old.dtype not in HALF_DTYPES else old.float() for old in into]
-        return new, into
+        return new, into, olds
 
     def collect_in_graph(self, fresh: list[Fresh], scale: Scale, loss: Tensor | None) -> None:
         """Does the same where gradients are part of a graph, which is not to be changed but added to.
@@ -85,7 +91,7 @@ class Collector:
             with torch.enable_grad():
                 true = new.float() if self._widen and new.dtype in HALF_DTYPES else new
                 true = true if scale.inv_scale is None else true * scale.inv_scale
-                p.grad = _accepted(true if old is None else old + true, p)
+                p.grad = _accepted(true if old is None else _sum(old, true), p)
         scale.scaler.update(loss)
 
 
@@ -93,9 +99,9 @@ def _by_device(fresh: list[Fresh]) -> dict[torch.device | None, list[Fresh]]:
     """Sorts fresh gradients by device; under None are those that do not go into a list, the sparse and complex ones."""
     groups: dict[torch.device | None, list[Fresh]] = {}
     for entry in fresh:
-        grad = entry[1]
-        goes_in = grad.layout is torch.strided and not grad.dtype.is_complex
-        groups.setdefault(grad.device if goes_in else None, []).append(entry)
+        _, grad, old = entry
+        dense = grad.layout is torch.strided and (old is None or old.layout is torch.strided)
+        groups.setdefault(grad.device if dense and not grad.dtype.is_complex else None, []).append(entry)
     return groups
 
 
@@ -124,6 +130,10 @@ def _accepted(grad: Tensor, param: Tensor) -> Tensor:
     return grad if takes_any else grad.to(param.dtype)
 
 
+def _sum(old: Tensor, true: Tensor) -> Tensor:
+    return true + old if old.is_sparse else old + true  # torch adds a sparse tensor to a dense one, not the other way
+
+
 def _collect_odd(fresh: Fresh, scale: Scale, index: int, widen: bool, in_place: bool) -> None:
     """Collects one gradient that does not fit into a list: sparse, complex, or on a device of its own."""
     p, new, old = fresh
@@ -138,5 +148,5 @@ def _collect_odd(fresh: Fresh, scale: Scale, index: int, widen: bool, in_place: 
     true = torch.view_as_complex(true) if values.is_complex() else true
     if sparse is not None:
         true = torch.sparse_coo_tensor(sparse.indices(), true, sparse.shape, is_coalesced=True, check_invariants=False)
-    total = true if old is None else old + true
+    total = true if old is None else _sum(old, true)
     p.grad = _accepted(total.coalesce() if total.is_sparse else total, p)

@@ -53,6 +53,19 @@ def test_c85_half_duplicates_that_overflow_only_in_their_sum_are_found() -> None
     assert torch.equal(table.weight, before)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("dense_first", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_c85_sparse_and_dense_gradients_of_one_weight_add_up(level: str, dense_first: bool, create_graph: bool) -> None:
+    table = nn.Embedding(4, 1, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    engine = engine_of(level, [optimizer], table, loss_scale=SCALE)
+    losses = [lambda: table(torch.tensor([1, 1, 2])).float().sum(), lambda: (table.weight * 2).float().sum()]
+    for loss in reversed(losses) if dense_first else losses:
+        engine.backward(loss(), create_graph=create_graph)
+    assert numbers(grad_of(table.weight).flatten()) == [2.0, 4.0, 3.0, 2.0]
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_empty_sparse_gradient_and_sparse_beside_dense(level: str) -> None:
     model = nn.ModuleDict({"table": nn.Embedding(4, 1, sparse=True), "dense": nn.Linear(1, 1, bias=False)})

@@ -50,6 +50,10 @@ def test_launches_and_bytes_are_the_stated_ones(level: Literal["O1", "O2"], name
     assert sorted(step.others.values()) == [1, 1, 1, 1]
 
 
+def test_the_lists_are_of_the_stated_lengths() -> None:
+    assert [len(LISTS[name]()) for name in ("dcgan", "resnet50", "tiny2000")] == [24, 161, 2000]
+
+
 def test_the_stated_bytes_are_the_promised_ones() -> None:
     promised = {("O1", False): (40, 0), ("O1", True): (40, 48), ("O2", False): (46, 0), ("O2", True): (46, 54)}
     assert {(level, clip): (plain, bites) for level, clip, _, plain, bites in stated()} == promised

@@ -328,20 +328,25 @@ def test_clip_norm_leaves_gradients_alone(norm: float) -> None:
     assert all(map(torch.equal, grads, before))
 
 
+@pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_clip_value(dtype: torch.dtype) -> None:
-    grads = [*draw(SMALL, dtype), *(t.to(dtype) for t in layouts())]
+def test_clip_value(dtype: torch.dtype, offset: int) -> None:
+    grads = [*draw(SMALL, dtype, offset), *(t.to(dtype) for t in layouts())]
     wanted = [g.double().clamp(-0.25, 0.25) for g in grads]
     ops.clip_value(grads, torch.tensor(0.0), 0.25)
     check(grads, wanted)
 
 
-def test_clip_value_hides_no_infinity() -> None:
-    grads = draw(SMALL, torch.float32)
-    grads[1][2] = math.inf
-    before = [g.clone() for g in grads]
-    ops.clip_value(grads, ops.read(grads).found_inf, 0.25)
-    assert all(map(torch.equal, grads, before))
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_clip_leaves_bad_values_where_they_are(dtype: torch.dtype, value: float) -> None:
+    for tensor, place in [(1, 0), (3, 2049)]:
+        grads = draw((0, 1, 40, 2050), dtype)
+        grads[tensor][place] = value
+        before = doubles(grads)
+        for algorithm in ("norm", "value"):
+            assert ops.read_and_clip(grads, algorithm, 0.25).found_inf.item() == 1.0
+        assert all(torch.equal(g.double().nan_to_num(7), b.nan_to_num(7)) for g, b in zip(grads, before, strict=True))
 
 
 def test_clip_takes_any_layout() -> None:
