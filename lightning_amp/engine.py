@@ -163,8 +163,8 @@ class Engine(EngineAnswers):
         params = self._with_inputs(params, inputs)
         delay = delay_unscale and not self.config.master_weights
         answering = [self.index(o) for o in liable]
-        if self._liable.noted:
-            self._liable.review()
+        if self._liable.noted and self.gradients.pending:
+            self._liable.look(closely=True)
         now = scaler.now()
         if create_graph is not False:
             now = now.kept()  # a graph keeps it, and the scaler moves on
@@ -183,13 +183,13 @@ class Engine(EngineAnswers):
                 raise
             if awaited.window is not None:
                 self.gradients.finish(awaited.window, loss, create_graph, answering)
-        if self._liable.noted:
-            self._liable.hold()
+                if awaited.window.delay and self._liable.noted:
+                    self._liable.hold()
         if self.config.patch_torch_functions and self.config.cache_casts != "step":
             torch.clear_autocast_cache()
 
     def _begin_liable(self, params: list[Tensor], scale: Scale, **how: bool) -> Window:
-        self._liable.review(zeroed_is_gone=True)  # not sooner: the user may zero inside the block
+        self._liable.review()  # not sooner: the user may zero inside the block
         return self.gradients.begin(params, scale, **how)
 
     def backward(
@@ -251,7 +251,7 @@ class Engine(EngineAnswers):
         if not self.gradients.pending:
             return
         if self._liable.noted:
-            self._liable.review()
+            self._liable.look(closely=self.gradients.pending)
         chosen = self.optimizers if optimizer is None else [self.optimizers[self.index(optimizer)]]
         self.gradients.collect_pending(owned=[p for o in chosen for p in self.gradients.of(o)])
 
@@ -261,7 +261,7 @@ class Engine(EngineAnswers):
         """Returns the parameters of an optimizer that have a gradient, and the gradients, all true."""
         params = self.gradients.of(self.optimizers[index])
         if self._liable.noted:
-            self._liable.review()
+            self._liable.look(closely=self.gradients.pending)
         self.gradients.collect_pending(owned=params)
         params = [p for p in params if p.grad is not None]
         for p in [p for p in params if p.grad.is_sparse]:  # type: ignore[union-attr]

@@ -28,12 +28,14 @@ class Liability:
         self.found: Tensor | None = None
         """What a step has to answer for: 0-dim, zero if nothing overflowed, None if nothing was noted."""
         self._if_edited: Tensor | None = None
-        self._held: list[tuple[Tensor, ref[Tensor], int]] = []
+        self._params: list[Tensor] = []
+        self._grads: list[ref[Tensor]] = []
+        self._versions: list[int] = []
         self.noted = False
         """Whether there is anything to look at."""
 
     def note(self, found: Tensor, params: Iterable[Tensor], *, if_edited: bool = False) -> None:
-        """Notes what a backward pass found.
+        """Notes what a backward pass found; `hold` is to follow.
 
         Args:
             found: 0-dim float32, zero if nothing overflowed.
@@ -46,26 +48,38 @@ class Liability:
         else:
             self.found = _either(self.found, found)
         self.noted = True
-        self.hold([*(p for p, _, _ in self._held), *params])
+        self._params = list({id(p): p for p in (*self._params, *params)}.values()) if self._params else list(params)
 
-    def hold(self, params: Iterable[Tensor] | None = None) -> None:
-        """Looks again which tensors are the gradients: a backward pass may have put sums in their place.
+    def hold(self) -> None:
+        """Looks which tensors are the gradients: a backward pass may have put sums in their place."""
+        grads = [p.grad for p in self._params]
+        if any(g is None for g in grads):
+            self._params = [p for p, g in zip(self._params, grads, strict=True) if g is not None]
+            grads = [p.grad for p in self._params]
+        self._take([g for g in grads if g is not None])
+
+    def _take(self, grads: list[Tensor]) -> None:
+        self._grads, self._versions = list(map(ref, grads)), [g._version for g in grads]
+
+    def look(self, closely: bool) -> None:
+        """Drops the note if its gradients are gone, and sees whether one was edited where that matters.
 
         Args:
-            params: As in `note`, or None for the same ones.
+            closely: Whether gradients are about to change, so that what happened until now must be seen now.
         """
-        if params is None:
-            params = [p for p, _, _ in self._held]
-        known = {id(p): p for p in params}.values()
-        self._held = [(p, ref(p.grad), p.grad._version) for p in known if p.grad is not None]
+        if closely or self._if_edited is not None:
+            self.review()
+        elif not any(p.grad is not None and p.grad is g() for p, g in zip(self._params, self._grads, strict=True)):
+            self._forget()
 
     def review(self, zeroed_is_gone: bool = False) -> None:
-        """Drops the note if its gradients are gone, and sees which of them were edited.
+        """Looks at every gradient: forgets those that are gone, and sees which were edited.
 
         Args:
             zeroed_is_gone: Whether gradients that are all zero are gone, too: before a pass that adds to them.
         """
-        held = [(p, p.grad, version) for p, g, version in self._held if p.grad is not None and p.grad is g()]
+        columns = zip(self._params, self._grads, self._versions, strict=True)
+        held = [(p, p.grad, version) for p, g, version in columns if p.grad is not None and p.grad is g()]
         if not held:
             self._forget()
             return
@@ -75,7 +89,8 @@ class Liability:
         # Only the device knows how they were edited; zeros written through .data are looked for where that is cheap.
         if zeroed_is_gone and self.found is not None and (edited or self.found.is_cpu):
             self.found = self.found * (self._norm([g for _, g, _ in held]) != 0).to(self.found)
-        self._held = [(p, ref(g), g._version) for p, g, _ in held]
+        self._params = [p for p, _, _ in held]
+        self._take([g for _, g, _ in held])
 
     def settle(self) -> Tensor | None:
         """Returns `found`, and forgets it."""
@@ -85,7 +100,7 @@ class Liability:
 
     def _forget(self) -> None:
         self.found = self._if_edited = None
-        self._held = []
+        self._params, self._grads, self._versions = [], [], []
         self.noted = False
 
 
@@ -132,10 +147,16 @@ class Liabilities:
                 liability.hold()
         self._tidy()
 
-    def review(self, zeroed_is_gone: bool = False) -> None:
-        """See `Liability.review`."""
+    def look(self, closely: bool) -> None:
+        """See `Liability.look`."""
         for liability in self.noted:
-            liability.review(zeroed_is_gone)
+            liability.look(closely)
+        self._tidy()
+
+    def review(self) -> None:
+        """See `Liability.review`: before a backward pass."""
+        for liability in self.noted:
+            liability.review(zeroed_is_gone=True)
         self._tidy()
 
     def of(self, index: int, forget: bool = False) -> Tensor | None:

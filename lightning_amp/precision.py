@@ -232,7 +232,8 @@ class AmpPrecision(Answers, Precision):
         )
         if inner._compiler_ctx is not None:  # Lightning's mark of a compiled LightningModule; there is no public one
             for name in set(_CALLED_IN_STEPS) - vars(self).keys():
-                setattr(self, name, torch.compiler.disable(getattr(self, name)))
+                disabled: Any = torch.compiler.disable(getattr(self, name))  # type: ignore[no-untyped-call]
+                setattr(self, name, disabled)
         if self._ddp is not None:
             self._engine.gradients.collector.in_place = not self._ddp.gradient_as_bucket_view
             self._masters.broadcast()  # DDP brings the half weights in line, and knows of nothing else

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp import Outcome
+from lightning_amp.loss_scaler import LossScaler
 from tests.helpers.modules import Scripted, amp, fit, linear, run, sgd
 
 ONE = torch.ones(1, 1)
@@ -138,10 +139,16 @@ BETWEEN: dict[str, tuple[Callable[[Any], Any], tuple[str, str]]] = {
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize(("between", "expected"), BETWEEN.values(), ids=BETWEEN)
+@pytest.mark.parametrize("waits", [False, True], ids=["host", "device"])
 def test_c13_optimizers_of_one_loss_stay_independent_unless_both_were_edited(
-    level: str, between: Callable[[Any], Any], expected: tuple[str, str]
+    level: str, between: Callable[[Any], Any], expected: tuple[str, str], waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a pass gave two optimizers gradients, an edit in place leaves nothing to tell which of them overflowed."""
+    """Where a pass gave two optimizers gradients, an edit in place leaves nothing to tell which of them overflowed.
+
+    The same where the host does not know what a pass found, as on a GPU, so that clean passes are noted, too.
+    """
+    if waits:
+        monkeypatch.setattr(LossScaler, "known_clean", False)
     plugin = amp(level, init_scale=8.0)
 
     def step(module: Any, *_: Any) -> None:

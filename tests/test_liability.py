@@ -129,6 +129,7 @@ def test_what_a_device_found_earlier_is_not_forgotten_over_what_it_found_later()
     liability = Liability(lambda grads: torch.stack([g.norm() for g in grads]).norm())
     for found in (0.0, 1.0, 0.0):
         liability.note(torch.tensor(found), [weight])
+        liability.hold()
     assert liability.settle() == 1.0
     assert liability.settle() is None
 
@@ -143,5 +144,5 @@ def test_the_joint_skip_is_decided_on_the_device_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(Tensor, "__bool__", lambda _: seen.append("bool") or True)
     engine._liable.note(engine.scalers.get(("loss", (0,))), engine.gradients.lists(), {0, 1})
     assert len(engine._liable.noted) == 2
-    engine._liable.review(zeroed_is_gone=True)
+    engine._liable.review()
     assert seen == []

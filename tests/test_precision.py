@@ -266,7 +266,7 @@ def test_deepspeed_is_refused(level: str) -> None:
 
 def test_c90_a_device_without_autocast_is_refused_where_functions_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device_type: False)
-    with pytest.raises(MisconfigurationException, match="opt_level='O1' casts functions.* on 'cpu'.*opt_level='O2'"):
+    with pytest.raises(MisconfigurationException, match=r"opt_level='O1' casts functions.* on 'cpu'.*opt_level='O2'"):
         fit(mean_module(), amp("O1"))
     fit(mean_module(), amp("O2"))
 
