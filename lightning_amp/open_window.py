@@ -24,7 +24,9 @@ def kind_of(engine: Engine | None) -> str:
 
 
 def write(windows: Windows, engine: Engine | None, length: int) -> dict[str, Any]:
-    """Returns what a checkpoint is to hold. Every process has to call it where gradients are unreduced.
+    """Returns what a checkpoint is to hold, empty if that is no gradient at all.
+
+    Every process has to call it where gradients are unreduced.
 
     Args:
         windows: The training's.
@@ -32,13 +34,16 @@ def write(windows: Windows, engine: Engine | None, length: int) -> dict[str, Any
         length: Of how many batches Lightning makes its windows.
     """
     share = {"gradients": windows.gradients(), "pending": windows.pending(engine)}
+    shares = of_all_processes(share) if any(windows.unreduced) else [share]
+    if all(g is None for each in shares for mine in each["gradients"] for g in mine):
+        return {}
     return {
         "version": VERSION,
         "kind": kind_of(engine),
         "length": length,
         "optimizers": list(windows.open),
         "waiting": list(windows.waiting),
-        "processes": of_all_processes(share) if any(windows.unreduced) else [share],
+        "processes": shares,
     }
 
 

@@ -456,7 +456,8 @@ class AmpPrecision(Answers, Precision):
             why = "each process has others, and on an exception they cannot wait for each other. Save between batches"
         else:
             length = self._trainer.accumulate_grad_batches
-            checkpoint[saved_window.ENTRY] = open_window.write(self._windows, self._live_engine, length)
+            entry = open_window.write(self._windows, self._live_engine, length)
+            checkpoint |= {saved_window.ENTRY: entry} if entry else {}
             return
         rank_zero_warn(f"This checkpoint lacks the gradients that no step has used yet: {why} to go on from them.")
 

@@ -166,6 +166,14 @@ def test_a_damaged_state_names_the_key_and_is_not_half_loaded(path: tuple[Any, .
         assert it.state_dict() == before
 
 
+@pytest.mark.parametrize(
+    "schedulers", [3, [3], [{"tried": 1}], [{"tried": 1, "made": "x"}], [{"tried": -1, "made": 0}]]
+)
+def test_damaged_schedulers_are_named(schedulers: Any, state: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"AmpPrecision\['schedulers'\]"):
+        engine().load_state_dict({**state, "schedulers": schedulers}, "AmpPrecision")
+
+
 @pytest.mark.parametrize("name", ["loss", "loss_x", "loss_0_1", "optimizer", "default_1", "critic_0", ""])
 def test_an_unknown_scaler_is_named(name: str, state: dict[str, Any]) -> None:
     scalers = {name: state["scalers"]["loss_0"]}

@@ -442,6 +442,16 @@ def test_a_window_that_is_open_during_a_validation_is_finished(level: str, when:
     assert differences(whole, fit(tmp_path / f"{when}.ckpt")) == []
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_window_whose_gradients_were_zeroed_is_not_saved(level: str, tmp_path: Path) -> None:
+    class Zero(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            pl_module.zero_grad()
+
+    run(level, folder=tmp_path, save_after=[1], callbacks=[Zero()], max_epochs=1)
+    assert "amp_open_window" not in torch.load(path_of(tmp_path, 1), weights_only=True)
+
+
 class Compiled(Duel):
     """Its networks are compiled, and saved under the names that torch gives them."""
 
