@@ -66,15 +66,15 @@ class Place:
         host = values if isinstance(values, Tensor) else torch.frombuffer(array("q", values), dtype=torch.int64)
         if not self._is_cuda:
             return host
-        return self._pinned(host).to(self.device, non_blocking=True)
+        return self._pinned(host, is_row=host is not values).to(self.device, non_blocking=True)
 
-    def _pinned(self, host: Tensor) -> Tensor:
+    def _pinned(self, host: Tensor, is_row: bool) -> Tensor:
         """Returns a copy in pinned memory.
 
-        A capture may not allocate any, so that it takes of what the steps before have put by.
+        A capture may not allocate any, so that it takes of what the steps before have put by for its rows.
         """
         if not self.capturing():
-            if self._put_by.nbytes < PUT_BY * host.nbytes:
+            if is_row and self._put_by.nbytes < PUT_BY * host.nbytes:
                 self._put_by = torch.empty(PUT_BY * host.nbytes, dtype=torch.uint8).pin_memory()
             return host.pin_memory()
         if host.nbytes > self._put_by.nbytes:
