@@ -33,7 +33,7 @@ def write(windows: Windows, engine: Engine | None, length: int) -> dict[str, Any
         engine: Its engine, or None where nothing is scaled.
         length: Of how many batches Lightning makes its windows.
     """
-    share = {"gradients": windows.gradients(), "pending": windows.pending(engine)}
+    share: dict[str, Any] = {"gradients": windows.gradients(), "pending": windows.pending(engine)}
     shares = of_all_processes(share) if any(windows.unreduced) else [share]
     if all(g is None for each in shares for mine in each["gradients"] for g in mine):
         return {}

@@ -85,8 +85,8 @@ class Windows:
         waiting = [pair for waits, mine in zip(self.waiting, pairs, strict=False) for pair in mine if waits]
         reached = [p for p, g in waiting if g is not None and p.requires_grad]
         if self.wrapper is not None and reached:
-            with self.wrapper.no_sync(), torch.enable_grad():
-                torch.autograd.backward([p.sum() * 0 for p in reached])
+            with self.wrapper.no_sync():
+                torch.autograd.backward(reached, [torch.zeros_like(p) for p in reached])
 
     def lists(self) -> list[list[Tensor]]:
         """Returns each optimizer's parameters, and those that none owns."""
@@ -148,7 +148,7 @@ def of_all_processes(share: dict[str, Any]) -> list[dict[str, Any]]:
         share: What this one holds: whatever `torch.load` reads with ``weights_only=True``.
     """
     rank, count = distributed.get_rank(), distributed.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else "cpu"
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in distributed.get_backend() else "cpu"
     shares = [share]
     for source in range(1, count):
         file = io.BytesIO()
