@@ -73,8 +73,8 @@ def _unscaled(
         return new
     _check(new, None, first_bad, offset)
     factor = _one(first_bad.device) if inv_scale is None else inv_scale
-    if not widen:
-        return list(torch._foreach_mul(new, factor))
+    if not widen:  # two 0-dim tensors are promoted, and a half one would become float32
+        return [out.to(g.dtype) for out, g in zip(torch._foreach_mul(new, factor), new, strict=True)]
     # A factor with one dimension takes part in type promotion, a 0-dim one does not: half * float32 [1] is float32.
     wide = factor.view(1)
     return list(torch._foreach_mul(new, [wide if g.ndim else factor for g in new]))

@@ -54,9 +54,9 @@ INV = torch.tensor(1 / 96)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("widen", "in_place"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("widen", "in_place"), [(True, True), (True, False), (False, True), (False, False)])
 def test_collect_unscales(dtype: torch.dtype, widen: bool, in_place: bool) -> None:
-    new = draw(SIZES, dtype)
+    new = [*draw(SIZES, dtype), torch.randn(()).to(dtype)]
     before = doubles(new)
     bad = first_bad()
     out = ops.collect(new, [None] * len(new), INV, bad, widen=widen, in_place=in_place)
