@@ -10,6 +10,7 @@ them, the norms, out. On a terminal::
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,37 @@ def _by_turns(one: _Side, other: _Side, rounds: int) -> tuple[float, float]:
         one.run()
         other.run()
     return one.best * 1e6, other.best * 1e6
+
+
+def count_calls(tensors: int, warm_up: int = 3) -> tuple[int, int]:
+    """Counts the calls of Python and C functions of a step, torch's and ours: unlike times, the same each time.
+
+    Args:
+        tensors: How many parameters each has.
+        warm_up: Rounds before the one that is counted.
+    """
+    counts = []
+    with no_gpu(), torch.no_grad():
+        for side in (_torch_side(tensors), _our_side(tensors, torch.float32)):
+            step, seen = side._step, 0
+
+            def count(frame: object, event: str, arg: object) -> None:
+                nonlocal seen
+                seen += event in ("call", "c_call")
+
+            def counted(side: _Side, step: Callable[[_Side], None] = step) -> None:
+                sys.setprofile(count)
+                try:
+                    step(side)
+                finally:
+                    sys.setprofile(None)
+
+            for _ in range(warm_up):
+                side.run()
+            side._step = counted
+            side.run()
+            counts.append(seen)
+    return counts[0], counts[1]
 
 
 def main() -> None:
