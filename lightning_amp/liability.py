@@ -7,7 +7,8 @@ plain flag would outlive `zero_grad`, of which nobody is told; so the flag belon
 is void once they are gone.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from operator import is_
 from weakref import ref
 
 import torch
@@ -17,29 +18,33 @@ from lightning_amp.loss_scaler import LossScaler
 
 
 class Liability:
-    """The overflows one optimizer is liable for. Nothing here synchronises with the host, or keeps gradients alive.
+    """What one optimizer is liable for of some backward passes. Nothing here synchronises with the host, or keeps
+    gradients alive.
 
     Args:
+        params: Those whose gradients it is about; it is void when all of these gradients are gone.
         norm: Gives the total norm of a list of gradients, 0-dim, on their device.
     """
 
-    def __init__(self, norm: Callable[[list[Tensor]], Tensor]) -> None:
+    def __init__(self, params: list[Tensor], norm: Callable[[list[Tensor]], Tensor]) -> None:
         self._norm = norm
         self.found: Tensor | None = None
         """What a step has to answer for: 0-dim, zero if nothing overflowed, None if nothing was noted."""
         self._if_edited: Tensor | None = None
-        self._params: list[Tensor] = []
+        self._params = params
         self._grads: list[ref[Tensor]] = []
         self._versions: list[int] = []
-        self.noted = False
-        """Whether there is anything to look at."""
+        self.void = False
 
-    def note(self, found: Tensor, params: Iterable[Tensor], *, if_edited: bool = False) -> None:
+    def is_about(self, params: list[Tensor]) -> bool:
+        """Tells whether it is about the gradients of these parameters, and of no others."""
+        return len(params) == len(self._params) and all(map(is_, params, self._params))
+
+    def note(self, found: Tensor, *, if_edited: bool = False) -> None:
         """Notes what a backward pass found; `hold` is to follow.
 
         Args:
             found: 0-dim float32, zero if nothing overflowed.
-            params: Those whose gradients it is about; the note is void when all of these gradients are gone.
             if_edited: Whether it counts only once one of these gradients has been edited in place: where the pass gave
                 others theirs too, so that only these gradients tell whether it was they that overflowed.
         """
@@ -47,30 +52,29 @@ class Liability:
             self._if_edited = _either(self._if_edited, found)
         else:
             self.found = _either(self.found, found)
-        self.noted = True
-        self._params = list({id(p): p for p in (*self._params, *params)}.values()) if self._params else list(params)
 
     def hold(self) -> None:
         """Looks which tensors are the gradients: a backward pass may have put sums in their place."""
-        grads = [p.grad for p in self._params]
-        if any(g is None for g in grads):
-            self._params = [p for p, g in zip(self._params, grads, strict=True) if g is not None]
-            grads = [p.grad for p in self._params]
-        self._take([g for g in grads if g is not None])
+        held = [(p, p.grad) for p in self._params]
+        self._take([(p, g) for p, g in held if g is not None])
 
-    def _take(self, grads: list[Tensor]) -> None:
+    def _take(self, held: list[tuple[Tensor, Tensor]]) -> None:
+        grads = [g for _, g in held]
+        self._params = [p for p, _ in held]
         self._grads, self._versions = list(map(ref, grads)), [g._version for g in grads]
 
     def look(self, closely: bool) -> None:
-        """Drops the note if its gradients are gone, and sees whether one was edited where that matters.
+        """Sees whether its gradients are gone, and whether one was edited where that matters.
 
         Args:
             closely: Whether gradients are about to change, so that what happened until now must be seen now.
         """
         if closely or self._if_edited is not None:
             self.review()
-        elif not any(p.grad is not None and p.grad is g() for p, g in zip(self._params, self._grads, strict=True)):
-            self._forget()
+        else:
+            self.void = not any(
+                p.grad is not None and p.grad is g() for p, g in zip(self._params, self._grads, strict=True)
+            )
 
     def review(self, zeroed_is_gone: bool = False) -> None:
         """Looks at every gradient: forgets those that are gone, and sees which were edited.
@@ -80,8 +84,8 @@ class Liability:
         """
         columns = zip(self._params, self._grads, self._versions, strict=True)
         held = [(p, p.grad, version) for p, g, version in columns if p.grad is not None and p.grad is g()]
-        if not held:
-            self._forget()
+        self.void = not held
+        if self.void:
             return
         edited = any(g._version != version for _, g, version in held)
         if edited and self._if_edited is not None:
@@ -89,19 +93,7 @@ class Liability:
         # Only the device knows how they were edited; zeros written through .data are looked for where that is cheap.
         if zeroed_is_gone and self.found is not None and (edited or self.found.is_cpu):
             self.found = self.found * (self._norm([g for _, g, _ in held]) != 0).to(self.found)
-        self._params = [p for p, _, _ in held]
-        self._take([g for _, g, _ in held])
-
-    def settle(self) -> Tensor | None:
-        """Returns `found`, and forgets it."""
-        found = self.found
-        self._forget()
-        return found
-
-    def _forget(self) -> None:
-        self.found = self._if_edited = None
-        self._params, self._grads, self._versions = [], [], []
-        self.noted = False
+        self._take([(p, g) for p, g, _ in held])
 
 
 def _either(one: Tensor | None, other: Tensor) -> Tensor:
@@ -117,9 +109,10 @@ class Liabilities:
     """
 
     def __init__(self, count: int, norm: Callable[[list[Tensor]], Tensor]) -> None:
-        self._all = [Liability(norm) for _ in range(count)]
+        self._norm = norm
+        self._all: list[list[Liability]] = [[] for _ in range(count)]
         self.noted: list[Liability] = []
-        """Those that there is anything to look at in: mostly none, which costs no call to see."""
+        """Those that there are: mostly none, which costs no call to see."""
 
     def note(self, scaler: LossScaler, lists: Sequence[Sequence[Tensor]], together: Collection[int]) -> None:
         """Notes what a backward pass found that has just been collected.
@@ -131,21 +124,29 @@ class Liabilities:
         """
         if not scaler.known_clean:
             found, reached = scaler.overflowed, set(map(id, scaler.sources))
-            for liability, params in zip(self._all, lists, strict=True):
+            for i, params in enumerate(lists):
                 mine = [p for p in params if id(p) in reached]
                 if mine:
-                    liability.note(found, mine, if_edited=len(mine) < len(reached))
+                    self._about(i, mine).note(found, if_edited=len(mine) < len(reached))
             for i in together:
                 mine = [p for p in lists[i] if p.grad is not None]
-                self._all[i].note(found, mine or [p for j in together for p in lists[j]])
+                self._about(i, mine or [p for j in together for p in lists[j]]).note(found)
         self.hold()
+
+    def _about(self, index: int, params: list[Tensor]) -> Liability:
+        """Returns an optimizer's liability for the gradients of some parameters, a new one if there is none."""
+        mine = self._all[index]
+        for liability in mine:
+            if liability.is_about(params):
+                return liability
+        mine.append(Liability(params, self._norm))
+        return mine[-1]
 
     def hold(self) -> None:
         """See `Liability.hold`."""
-        for liability in self._all:
-            if liability.noted:
-                liability.hold()
         self._tidy()
+        for liability in self.noted:
+            liability.hold()
 
     def look(self, closely: bool) -> None:
         """See `Liability.look`."""
@@ -166,9 +167,16 @@ class Liabilities:
             index: The optimizer's place.
             forget: Whether that is settled then.
         """
-        found = self._all[index].settle() if forget else self._all[index].found
-        self._tidy()
+        found: Tensor | None = None
+        for liability in self._all[index]:
+            if liability.found is not None:
+                found = _either(found, liability.found)
+        if forget:
+            self._all[index].clear()
+            self._tidy()
         return found
 
     def _tidy(self) -> None:
-        self.noted = [liability for liability in self._all if liability.noted]
+        for mine in self._all:
+            mine[:] = [liability for liability in mine if not liability.void]
+        self.noted = [liability for mine in self._all for liability in mine]

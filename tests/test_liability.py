@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp import Outcome, amp
+from lightning_amp.engine import Engine
 from lightning_amp.liability import Liability
+from lightning_amp.loss_scaler import LossScaler
+from lightning_amp.opt_levels import resolve
 from tests.helpers.plain import ONE, SCALE, ZEROING, block, pair, values, zero
 
 
@@ -126,12 +129,30 @@ def test_what_a_device_found_earlier_is_not_forgotten_over_what_it_found_later()
     """Where only the device knows, clean passes are noted too."""
     weight = nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
-    liability = Liability(lambda grads: torch.stack([g.norm() for g in grads]).norm())
+    liability = Liability([weight], lambda grads: torch.stack([g.norm() for g in grads]).norm())
     for found in (0.0, 1.0, 0.0):
-        liability.note(torch.tensor(found), [weight])
+        liability.note(torch.tensor(found))
         liability.hold()
-    assert liability.settle() == 1.0
-    assert liability.settle() is None
+        liability.look(closely=False)
+    assert liability.found == 1.0
+    assert not liability.void
+    weight.grad = None
+    liability.look(closely=False)
+    assert liability.void
+
+
+def test_a_clean_pass_does_not_prolong_what_was_noted_of_others_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own gradients outlive those of the overflow, where the host does not know that it was clean."""
+    monkeypatch.setattr(LossScaler, "known_clean", False)
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([a, b], 1.0)
+    engine = Engine(resolve("O1", init_scale=8.0), [optimizer], [nn.ParameterList([a, b])])
+    engine.backward(a.sum() * 3e38)
+    engine.backward(b.sum())
+    nn.utils.clip_grad_value_([a], 1.0)
+    a.grad = None
+    engine.step(optimizer)
+    assert (a.item(), b.item()) == (1.0, 0.0)
 
 
 def test_the_joint_skip_is_decided_on_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ class EngineModel:
         self.accounts = [Account() for _ in setup.kinds]
         self.scalers: dict[Key, Scaler] = {}
         self.window: Window | None = None
-        self.notes = [Note() for _ in setup.kinds]
+        self.notes: list[list[Note]] = [[] for _ in setup.kinds]
         self.weights = {name: Weight(value, self.is_half(name)) for name, value in values.items()}
 
     # Dtypes
@@ -168,27 +168,27 @@ class EngineModel:
                 true = self._held(weight, new / scaler.scale)
                 weight.grad = true if weight.grad is None else self._held(weight, weight.grad + true)
         scaler.update(overflow, finite)
-        for index, note in enumerate(self.notes):
+        for index, notes in enumerate(self.notes):
             mine = set(reached) & set(self.owned[index])
             if overflow and mine:
-                note.sure |= len(mine) == len(reached)
-                note.if_edited |= len(mine) < len(reached)
+                notes.append(Note(sure=len(mine) == len(reached), if_edited=len(mine) < len(reached)))
                 for name in mine:
-                    self.weights[name].held.add(index)
+                    self.weights[name].held.add(notes[-1])
         self._seen()
 
     # Overflows that gradients need not show: they count as long as the gradients are there
 
     def review(self, before_pass: bool = False) -> None:
         """Looks which gradients are gone, and which were edited."""
-        for index, note in enumerate(self.notes):
-            held = [weight for weight in self.weights.values() if index in weight.held]
-            if not held:
-                self.notes[index] = Note()
-            elif any(weight.edited for weight in held):
-                note.sure, note.if_edited = note.sure or note.if_edited, False
-            if before_pass and not any(weight.grad.any() for weight in held):
-                note.sure = False
+        for notes in self.notes:
+            for note in list(notes):
+                held = [weight for weight in self.weights.values() if note in weight.held]
+                if not held:
+                    notes.remove(note)
+                elif any(weight.edited for weight in held):
+                    note.sure, note.if_edited = note.sure or note.if_edited, False
+                if before_pass and not any(weight.grad.any() for weight in held):
+                    note.sure = False
         self._seen()
 
     def _seen(self) -> None:
@@ -264,10 +264,11 @@ class EngineModel:
         if not grads:
             self.accounts[index].add("idle")
             return
-        notes = self.notes if self.setup.joint else [self.notes[index]]
-        skip = any(np.isnan(g).any() for g in grads + others) or any(note.sure for note in notes)
-        if len(notes) == 1:
-            self._forget(index)
+        answering = self.notes if self.setup.joint else [self.notes[index]]
+        hidden = any(note.sure for notes in answering for note in notes)
+        skip = hidden or any(np.isnan(g).any() for g in grads + others)
+        if len(answering) == 1:
+            self.notes[index] = []
         names = [n for n in self.owned[index] if self.weights[n].grad is not None]
         # A fused optimizer that has its state is called for a skipped step too: it decides on the device.
         called = not skip or (optimizer.fused and all(n in optimizer.state for n in names))
@@ -278,11 +279,6 @@ class EngineModel:
         if called and not lent:
             self.give_back(index)
         self.accounts[index].add("skipped" if skip else "stepped")
-
-    def _forget(self, index: int) -> None:
-        self.notes[index] = Note()
-        for weight in self.weights.values():
-            weight.held.discard(index)
 
     def _move(self, weight: Weight, name: str, optimizer: Optimizer) -> None:
         if weight.is_half and self.lends:

@@ -37,8 +37,8 @@ class Weight:
     trainable: bool = True
     exact: Array = None
     """What ``shown`` was rounded from, until the world has been looked at."""
-    held: set[int] = field(default_factory=set)
-    """The optimizers that answer for an overflow as long as this gradient is there."""
+    held: set["Note"] = field(default_factory=set)
+    """The overflows that are answered for as long as this gradient is there."""
     edited: bool = False
     """Whether the gradient was edited in place since the engine last saw it."""
 
@@ -137,7 +137,7 @@ class Account:
         self.counts[outcome] += 1
 
 
-@dataclass
+@dataclass(eq=False)
 class Note:
     """An overflow that an optimizer answers for: in any case, or once one of its gradients has been edited."""
 
