@@ -304,9 +304,9 @@ class Engine(EngineAnswers):
         if not grads:
             return
         with torch.no_grad(), no_autocast(self._device.type):
-            also = self._liable.of(index) if self._liable.noted else None
-            reading = self._backends.read_and_clip(dense_values(grads), algorithm, float(value), also)
-        self._known[index] = Known(grads, reading, also)
+            # Not with what the optimizer is liable for: gradients that are finite are clipped, stepped or not.
+            reading = self._backends.read_and_clip(dense_values(grads), algorithm, float(value))
+        self._known[index] = Known(grads, reading, None)
         if self._liable.noted:
             self._liable.hold()  # this clip hides nothing
 

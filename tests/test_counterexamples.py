@@ -215,3 +215,15 @@ def test_pass_that_fails_does_not_make_an_earlier_window_undone() -> None:
         engine.backward(failing(), delay_unscale=True)
     engine.unscale()
     assert engine.loss_scales() == {"optimizer_0": 2 * SCALE}
+
+
+def test_gradients_of_a_step_that_is_to_be_skipped_are_clipped_like_others() -> None:
+    """The overflow was in a gradient that is gone; what is left is finite, and may be stepped once it is gone too."""
+    engine, root = training("O1", "ab")
+    engine.backward(loss(root.a, (3e38, 3e38)) + loss(root.b))
+    assert not torch.isfinite(root.a.weight.grad).any()
+    root.a.weight.grad = None
+    engine.clip(engine.optimizers[0], 0.5, "value")
+    assert values(root.b.weight.grad) == [0.5, 0.5]
+    engine.step(engine.optimizers[0])
+    assert engine.outcome(engine.optimizers[0]).value == "skipped"
