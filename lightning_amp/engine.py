@@ -304,9 +304,11 @@ class Engine(EngineAnswers):
         if not grads:
             return
         with torch.no_grad(), no_autocast(self._device.type):
-            # Not with what the optimizer is liable for: gradients that are finite are clipped, stepped or not.
-            reading = self._backends.read_and_clip(dense_values(grads), algorithm, float(value))
-        self._known[index] = Known(grads, reading, None)
+            # What the optimizer is liable for goes with the reading, so that the step need not add it, but not where
+            # the clip goes by it: gradients that are finite are clipped by value, stepped or not.
+            also = self._liable.of(index) if algorithm == "norm" and self._liable.noted else None
+            reading = self._backends.read_and_clip(dense_values(grads), algorithm, float(value), also)
+        self._known[index] = Known(grads, reading, also)
         if self._liable.noted:
             self._liable.hold()  # this clip hides nothing
 
