@@ -76,14 +76,15 @@ def test_a_step_can_be_captured(
 
         for _ in range(2):
             step()
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        monkeypatch.setattr(torch.cuda, "Event", refuse)
-        monkeypatch.setattr(Place, "upload", refuse)
-        monkeypatch.setattr(Launcher, "__init__", refuse)  # a plan comes with tables and scratch
-        monkeypatch.setattr(OutcomeRecord, "settle", refuse)
-        operations.strict = True
-        with counting() as log:
-            step()
+        with monkeypatch.context() as patch:  # undone before `no_driver` undoes its own
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            patch.setattr(torch.cuda, "Event", refuse)
+            patch.setattr(Place, "upload", refuse)
+            patch.setattr(Launcher, "__init__", refuse)  # a plan comes with tables and scratch
+            patch.setattr(OutcomeRecord, "settle", refuse)
+            operations.strict = True
+            with counting() as log:
+                step()
     names = ["collect", "read", *["clip"] * (algorithm is not None), *["adopt", "refresh"] * (level == "O2")]
     assert [launch.name for launch in log] == names
 
