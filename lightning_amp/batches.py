@@ -85,12 +85,12 @@ def cast_call(args: Any, kwargs: Any, dtype: torch.dtype, doubles: bool = True, 
 
 
 class _How(NamedTuple):
-    """How a tree is cast; ``seen`` has what became of each tensor, so that one which is there twice stays one."""
+    """How a tree is cast; ``seen`` has each tensor and what became of it, by id, so that one given twice stays one."""
 
     dtype: torch.dtype
     doubles: bool
     uncast: Names
-    seen: dict[Tensor, Tensor]
+    seen: dict[int, tuple[Tensor, Tensor]]
 
 
 def _cast(value: Any, how: _How) -> Any:
@@ -134,9 +134,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def _cast_tensor(value: Tensor, how: _How) -> Tensor:
     if value.dtype is how.dtype or not value.is_floating_point() or (value.dtype is torch.float64 and not how.doubles):
         return value
-    if value not in how.seen:  # a tensor's hash is its identity
-        how.seen[value] = value.to(how.dtype)
-    return how.seen[value]
+    known = how.seen.get(id(value))
+    if known is None:
+        known = how.seen[id(value)] = (value, value.to(how.dtype))
+    return known[1]
 
 
 def _cast_named(named: Mapping[Any, Any], how: _How) -> dict[Any, Any]:

@@ -25,8 +25,10 @@ from lightning_amp.opt_levels import AmpConfig, KeepFp32
 def _cast_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dtype: torch.dtype, uncast: Names = ()
 ) -> Any:
-    if args and type(args[0]) is Tensor and args[0].dtype is dtype and not args[1:] and not kwargs:
-        return None  # told without a call, since this runs for every module that owns weights
+    if args and type(args[0]) is Tensor and not args[1:] and not kwargs:
+        # Few calls, since this runs for every module that owns weights.
+        it = args[0]
+        return None if it.dtype is dtype or not it.is_floating_point() else ((it.to(dtype),), kwargs)
     return cast_call(args, kwargs, dtype, uncast=uncast)
 
 

@@ -160,9 +160,9 @@ class Engine(EngineAnswers):
         lists = self.gradients.lists()
         scaler = self.scaler_for(loss, loss_id, optimizers, lists)
         params = self.gradients.params(lists)
-        params = self._with_inputs(params, inputs)
+        params = self._with_inputs(params, inputs) if inputs else params
         delay = delay_unscale and not self.config.master_weights
-        answering = [self.index(o) for o in liable]
+        answering = [self.index(o) for o in liable] if liable else ()
         if self._liable.noted and self.gradients.pending:
             self._liable.look(closely=True)
         now = scaler.now()

@@ -1,11 +1,13 @@
 """Masters in an optimizer's hands, for the time of a step."""
 
+from collections.abc import Collection
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_amp import kernels
+from lightning_amp.kernels.devices import Backends
 from lightning_amp.master_weights import MasterWeights
 
 
@@ -23,6 +25,7 @@ class Loan:
     def __init__(self, masters: MasterWeights, optimizer: Any) -> None:
         self._masters = masters
         self._optimizer = optimizer
+        self._backends = Backends()
         self._pairs: list[tuple[Tensor, nn.Parameter]] = []
         self._first: list[tuple[Tensor, nn.Parameter, Tensor | None]] = []
         self._other_state: dict[Any, Any] = {}
@@ -68,13 +71,12 @@ class Loan:
         self._masters.lent.difference_update(map(id, [m for _, m, _ in first]))
         self._each("refresh", pairs)
 
-    @staticmethod
-    def _each(operation: str, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
+    def _each(self, operation: str, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
         """Runs a kernel over the pairs, one call a device."""
         with torch.set_grad_enabled(False):
             for device in {param.device for param, _ in pairs}:
                 here = [pair for pair in pairs if pair[0].device == device]
-                getattr(kernels.backend(device), operation)([p for p, _ in here], [m for _, m in here])
+                getattr(self._backends[device], operation)([p for p, _ in here], [m for _, m in here])
 
     def _exchange(self, out: list[Any], into: list[Any]) -> None:
         """Puts tensors in place of others.
@@ -88,12 +90,12 @@ class Loan:
         state = self._optimizer.state
         now, entries = dict(state), self._other_state
         keys = list(map(to.get, map(id, now), now))
-        if _ids(keys) != _ids(entries) or _ids(now.values()) != _ids(entries.values()):
+        if not _same(keys, entries) or not _same(now.values(), entries.values()):
             entries = dict(zip(keys, now.values(), strict=True))
         state.clear()
         state.update(entries)
         self._other_state = now
 
 
-def _ids(things: Any) -> list[int]:
-    return list(map(id, things))
+def _same(one: Collection[Any], other: Collection[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
