@@ -33,6 +33,7 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(functions.registry, "kinds", {})
     yield
     amp.deinitialize()
+    alive.clear()
     assert functions.registry.users == 0
 
 
@@ -522,9 +523,14 @@ class Ops:
         return x.dtype
 
 
+alive: list[Any] = []
+"""What `start` has returned: a training that nobody holds ends when it is collected, in the middle of a test too."""
+
+
 def start(level: str = "O1", **settings: Any) -> tuple[nn.Module, Any]:
     net = nn.Linear(2, 1)
-    return amp.initialize(net, torch.optim.SGD(net.parameters(), 1.0), opt_level=level, verbosity=0, **settings)
+    alive.append(amp.initialize(net, torch.optim.SGD(net.parameters(), 1.0), opt_level=level, verbosity=0, **settings))
+    return alive[-1]
 
 
 @pytest.mark.parametrize("name", ["method", "static", "of_class"])
