@@ -86,9 +86,10 @@ def test_a_weight_used_often_in_one_call_is_cast_once() -> None:
 
 def test_code_outside_of_models_is_cast_as_in_apex_until_the_training_ends() -> None:
     x = torch.ones(2, 2)
-    pair()
+    held = pair()
     assert (x @ x).dtype is torch.float16
     assert x.half().softmax(0).dtype is torch.float32
+    assert held
     amp.deinitialize()
     assert (x @ x).dtype is torch.float32
     assert x.half().softmax(0).dtype is torch.float16
