@@ -1,9 +1,10 @@
 """Lists whose tensors live on several devices: one call a device; what there is one of is on the first."""
 
+from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class Backends(dict[torch.device, ModuleType]):
             also: See there; on any device.
         """
         first, *others = by_device(grads)
-        reading: Reading = self[first[0].device].read(first, also if also is None else also.to(first[0].device))
+        reading: Reading = self[first[0].device].read(first, _beside(first, also))
         return _total([reading, *[self[group[0].device].read(group) for group in others]]) if others else reading
 
     def found_inf(self, grads: list[Tensor], also: Tensor | None = None) -> Tensor:
@@ -77,8 +78,20 @@ class Backends(dict[torch.device, ModuleType]):
             also: See there; on any device.
         """
         first, *others = by_device(grads)
-        found: Tensor = self[first[0].device].found_inf(first, also if also is None else also.to(first[0].device))
+        found: Tensor = self[first[0].device].found_inf(first, _beside(first, also))
         return _most([found, *[self[group[0].device].found_inf(group) for group in others]]) if others else found
+
+    def weights(self, operation: Literal["adopt", "refresh"], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Runs an operation over half weights and their masters.
+
+        Args:
+            operation: Of `lightning_amp.kernels.reference`.
+            pairs: A half weight and its master each, both on one device.
+        """
+        with torch.set_grad_enabled(False):
+            for device in {half.device for half, _ in pairs}:
+                here = [pair for pair in pairs if pair[0].device == device]
+                getattr(self[device], operation)([half for half, _ in here], [master for _, master in here])
 
     def read_and_clip(self, grads: list[Tensor], algorithm: str, bound: float, also: Tensor | None = None) -> Reading:
         """Reads gradients, then clips them by what they are together.
@@ -94,8 +107,7 @@ class Backends(dict[torch.device, ModuleType]):
         """
         groups = by_device(grads)
         if len(groups) == 1:
-            also = also if also is None else also.to(grads[0].device)
-            reading: Reading = self[grads[0].device].read_and_clip(grads, algorithm, bound, also)
+            reading: Reading = self[grads[0].device].read_and_clip(grads, algorithm, bound, _beside(grads, also))
             return reading
         reading = self.read(grads, also)
         for group in groups:
@@ -105,6 +117,10 @@ class Backends(dict[torch.device, ModuleType]):
             else:
                 self[device].clip_value(group, reading.found_inf.to(device), bound)
         return reading
+
+
+def _beside(tensors: list[Tensor], also: Tensor | None) -> Tensor | None:
+    return None if also is None else also.to(tensors[0].device)
 
 
 def _most(found: list[Tensor]) -> Tensor:

@@ -15,7 +15,6 @@ from lightning_amp.awaited_backward import AwaitedBackward
 from lightning_amp.engine_answers import EngineAnswers
 from lightning_amp.engine_checks import partners, refuse_optimizer_in_backward
 from lightning_amp.gradients import Gradients, dense_values
-from lightning_amp.kernels.devices import Backends
 from lightning_amp.loss_scaler import GRAD_KEY, LossScaler, LossScalers, Scale
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
@@ -80,7 +79,6 @@ class Engine(EngineAnswers):
         self._modules = modules
         self._num_losses = num_losses
         self._device = device
-        self._backends = Backends()
         self._distributed = distributed
         self._steppers = [Stepper(o, self.masters, f"optimizer {i}") for i, o in enumerate(self.optimizers)]
         widen = config.master_weights or config.cast_model_type is None
@@ -268,11 +266,8 @@ class Engine(EngineAnswers):
             p.grad = p.grad.coalesce()  # type: ignore[union-attr]  # else its values are nowhere to be clipped
         return params, [p.grad for p in params if p.grad is not None]
 
-    def _norm(self, grads: list[Tensor]) -> Tensor:
-        return self._backends.read(dense_values(grads)).norm
-
     def _found_inf(self, grads: list[Tensor], also: Tensor | None = None) -> Tensor:
-        return self._backends.found_inf(dense_values(grads), also)
+        return self.gradients.backends.found_inf(dense_values(grads), also)
 
     def norm(self, optimizer: Any) -> Tensor:
         """Returns the total 2-norm of an optimizer's true gradients: 0-dim float32, no host synchronisation.
@@ -282,7 +277,7 @@ class Engine(EngineAnswers):
         """
         _, grads = self._ready(self.index(optimizer))
         with torch.no_grad(), no_autocast(self._device.type):
-            return self._norm(grads) if grads else torch.zeros((), device=self._device)
+            return self.gradients.norm(grads) if grads else torch.zeros((), device=self._device)
 
     def clip(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
         """Clips an optimizer's true gradients in place; non-finite ones are left for `step` to see.
@@ -307,7 +302,7 @@ class Engine(EngineAnswers):
             # What the optimizer is liable for goes with the reading, so that the step need not add it, but not where
             # the clip goes by it: gradients that are finite are clipped by value, stepped or not.
             also = self._liable.of(index) if algorithm == "norm" and self._liable.noted else None
-            reading = self._backends.read_and_clip(dense_values(grads), algorithm, float(value), also)
+            reading = self.gradients.backends.read_and_clip(dense_values(grads), algorithm, float(value), also)
         self._known[index] = Known(grads, reading, also)
         if self._liable.noted:
             self._liable.hold()  # this clip hides nothing

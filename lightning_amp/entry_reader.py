@@ -75,5 +75,6 @@ class Reader:
 
 
 def short(value: Any) -> str:
+    """Returns a value as messages show it: its ``repr``, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -35,7 +35,9 @@ class Gradients:
         """Makes fresh gradients true."""
         self.reducing = False
         """Whether DDP reduces these gradients: it then looks at every one that is there, of frozen parameters too."""
-        self.liabilities = Liabilities(len(optimizers), _norm)
+        self.backends = Backends()
+        """What runs over lists of these gradients, for each device."""
+        self.liabilities = Liabilities(len(optimizers), self.norm)
         """The overflows that each optimizer answers for."""
         self.registrations = Registrations()
         """Tells when ``others`` may give more than it did."""
@@ -57,6 +59,14 @@ class Gradients:
     def of(optimizer: Any) -> list[Tensor]:
         """Returns an optimizer's parameters, read from its ``param_groups`` now."""
         return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """Returns the total 2-norm of some gradients, at least one: 0-dim float32, no host synchronisation.
+
+        Args:
+            grads: Of any layout.
+        """
+        return self.backends.read(dense_values(grads)).norm
 
     def params(self, lists: list[list[Tensor]]) -> list[Tensor]:
         """Returns every parameter once, those of no optimizer last.
@@ -255,10 +265,6 @@ class Gradients:
                 self.collector.collect(fresh, pending.scale, loss)
         if self.liabilities.noted or not scaler.known_clean:
             self.liabilities.note(scaler, self.lists(), pending.liable)
-
-
-def _norm(grads: list[Tensor]) -> Tensor:
-    return Backends().read(dense_values(grads)).norm
 
 
 def dense_values(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_amp.kernels.devices import Backends
@@ -40,7 +39,7 @@ class Loan:
         owned = zip(params, masters.of_all(params), strict=True) if masters.lend_to_optimizers else ()
         self._pairs = [(p, m) for p, m in owned if m is not None]
         first = [(p, m) for p, m in self._pairs if id(m) not in masters.lent] if masters.lent else self._pairs
-        self._each("adopt", first)
+        self._backends.weights("adopt", first)
         for param, master in first:
             if param.grad is not None and param.grad.dtype is not master.dtype:
                 param.grad = param.grad.to(master.dtype)
@@ -54,7 +53,7 @@ class Loan:
 
     def refresh(self) -> None:
         """Refreshes the half weights; copies in place, so that a stale graph raises as in float32."""
-        self._each("refresh", self._pairs)
+        self._backends.weights("refresh", self._pairs)
 
     def give_back(self) -> None:
         """Refreshes the half weights and puts the model's own parameters back. A second call does nothing."""
@@ -69,14 +68,7 @@ class Loan:
                 param.grad = master.grad
             master.grad = None
         self._masters.lent.difference_update(map(id, [m for _, m, _ in first]))
-        self._each("refresh", pairs)
-
-    def _each(self, operation: str, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
-        """Runs a kernel over the pairs, one call a device."""
-        with torch.set_grad_enabled(False):
-            for device in {param.device for param, _ in pairs}:
-                here = [pair for pair in pairs if pair[0].device == device]
-                getattr(self._backends[device], operation)([p for p, _ in here], [m for _, m in here])
+        self._backends.weights("refresh", pairs)
 
     def _exchange(self, out: list[Any], into: list[Any]) -> None:
         """Puts tensors in place of others.

@@ -107,10 +107,7 @@ class LossScaler:
         Args:
             loss: The loss before scaling, any shape, or None where only the gradients count.
         """
-        self._flag = self.state.new_empty(()) if self._tells else None
-        self.backend.update(self.state, self.first_bad, loss, self.rule, self._flag)
-        self.attempts += 1
-        self.version += 1
+        self.collect([], [], None, loss, widen=False, in_place=False)
 
     def collect(
         self,

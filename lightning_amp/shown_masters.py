@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_amp import kernels
+from lightning_amp.kernels.devices import Backends
 from lightning_amp.master_weights import MasterWeights
 
 
@@ -18,6 +17,7 @@ class ShownMasters:
 
     def __init__(self, masters: MasterWeights) -> None:
         self._masters = masters
+        self._backends = Backends()
         self._shown: list[tuple[Tensor, nn.Parameter, Tensor | None]] = []
 
     def show(self, params: list[Tensor]) -> list[Tensor]:
@@ -31,7 +31,7 @@ class ShownMasters:
             return params
         self._masters.ensure(params)
         pairs = [(p, m) for p in params if (m := self._masters.of(p)) is not None]
-        _each("adopt", pairs)
+        self._backends.weights("adopt", pairs)
         for param, master in pairs:
             if param.grad is not None and param.grad.dtype is not master.dtype:
                 param.grad = param.grad.to(master.dtype)
@@ -50,11 +50,4 @@ class ShownMasters:
                 param.grad = master.grad
             master.grad = None
         # Without a new version: where nothing was edited the values stay, and a graph that saved the weights is good.
-        _each("refresh", [(param.data, master) for param, master, _ in shown])
-
-
-def _each(operation: str, pairs: list[tuple[Any, nn.Parameter]]) -> None:
-    with torch.no_grad():
-        for device in {half.device for half, _ in pairs}:
-            here = [(half, master) for half, master in pairs if half.device == device]
-            getattr(kernels.backend(device), operation)([half for half, _ in here], [master for _, master in here])
+        self._backends.weights("refresh", [(param.data, master) for param, master, _ in shown])
