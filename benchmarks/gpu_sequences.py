@@ -61,12 +61,14 @@ def _our_step(setting: Setting, shapes: list[Shape], clip: float | None, adam: d
     engine = Engine(config, [optimizer], masters=masters, device=setting.device)
     loss = torch.ones((), device=setting.device)
 
+    def differentiate(_: Tensor) -> None:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g
+
     def step() -> None:
         for p in params:
             p.grad = None
-        with engine.scaled_loss(loss, at_once=True):
-            for p, g in zip(params, grads, strict=True):
-                p.grad = g
+        engine.backward(loss, differentiate)
         if clip is not None:
             engine.clip(optimizer, clip)
         engine.step(optimizer)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,12 +106,14 @@ def count_step(
         engine = Engine(config, [stepping], masters=masters, device=devices[0], max_consecutive_skips=None)
         loss = torch.empty((), device=devices[0])
 
+        def differentiate(_: Tensor) -> None:
+            for p in params:
+                p.grad = torch.empty_like(p)
+            operations.seen.clear()
+
         def step() -> None:
             stepping.zero_grad()
-            with engine.scaled_loss(loss, at_once=True):
-                for p in params:
-                    p.grad = torch.empty_like(p)
-                operations.seen.clear()
+            engine.backward(loss, differentiate)
             if clip:
                 engine.clip(stepping, 1.0)
             engine.step(stepping)

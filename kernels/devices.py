@@ -1,8 +1,6 @@
 """Lists whose tensors live on several devices: one call a device; what there is one of is on the first."""
 
-from collections.abc import Sequence
-from itertools import repeat
-from operator import attrgetter, is_
+from itertools import compress
 from types import ModuleType
 from typing import Any, Literal
 
@@ -10,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_amp import kernels
+from lightning_amp.kernels.getters import device_of, layout_of
 from lightning_amp.kernels.reference import Reading
 
-_layout = attrgetter("layout")
+_STRIDED = {torch.strided}
 
 # The call with which torch's optimizers sort their lists: one for the whole of it, and nothing public does that.
 _kinds: Any = torch._C._group_tensors_by_device_and_dtype
@@ -34,7 +33,7 @@ def makes_a_list(tensors: list[Tensor], device: torch.device) -> bool:
     for there, dtype in _kinds([tensors], False):
         if there != device or dtype.is_complex:
             return False
-    return all(map(is_, map(_layout, tensors), repeat(torch.strided)))
+    return set(map(layout_of, tensors)) == _STRIDED
 
 
 def by_device(tensors: list[Tensor]) -> list[list[Tensor]]:
@@ -43,8 +42,11 @@ def by_device(tensors: list[Tensor]) -> list[list[Tensor]]:
     Args:
         tensors: Any tensors, at least one.
     """
-    kinds = _kinds([tensors], False)
-    if len(kinds) == 1 or len({device for device, _ in kinds}) == 1:
+    (first, _), *kinds = _kinds([tensors], False)
+    for device, _ in kinds:
+        if device != first:
+            break
+    else:
         return [tensors]
     groups: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
@@ -81,17 +83,19 @@ class Backends(dict[torch.device, ModuleType]):
         found: Tensor = self[first[0].device].found_inf(first, _beside(first, also))
         return _most([found, *[self[group[0].device].found_inf(group) for group in others]]) if others else found
 
-    def weights(self, operation: Literal["adopt", "refresh"], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def weights(self, operation: Literal["adopt", "refresh"], halves: list[Tensor], masters: list[Tensor]) -> None:
         """Runs an operation over half weights and their masters.
 
         Args:
             operation: Of `lightning_amp.kernels.reference`.
-            pairs: A half weight and its master each, both on one device.
+            halves: The half weights.
+            masters: The master of each, on its device.
         """
+        devices = list(map(device_of, halves))
         with torch.set_grad_enabled(False):
-            for device in {half.device for half, _ in pairs}:
-                here = [pair for pair in pairs if pair[0].device == device]
-                getattr(self[device], operation)([half for half, _ in here], [master for _, master in here])
+            for device in set(devices):
+                here = [device == there for there in devices]
+                getattr(self[device], operation)(list(compress(halves, here)), list(compress(masters, here)))
 
     def read_and_clip(self, grads: list[Tensor], algorithm: str, bound: float, also: Tensor | None = None) -> Reading:
         """Reads gradients, then clips them by what they are together.

@@ -8,14 +8,17 @@ value is read with ``tolist()``, which costs neither a copy nor a synchronisatio
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import compress
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_amp.kernels.getters import dtype_of, is_there, version_of
 from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE, ScaleRule, ScaleState, next_state
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+_HALVES = set(HALF_DTYPES)
 
 
 class Reading(NamedTuple):
@@ -57,22 +60,20 @@ def collect(
         The true gradients, one for each ``new``: ``into[i]`` where there was one, else ``new[i]`` itself where it could
         be overwritten, else a fresh tensor.
     """
-    fresh = _unscaled(list(new), inv_scale, first_bad, offset, widen, in_place)
-    olds = [old for old in into if old is not None]
+    fresh = list(new)
+    if in_place and not (widen and _HALVES & set(map(dtype_of, new))):
+        _check(fresh, inv_scale, first_bad, offset)
+    else:
+        _check(fresh, None, first_bad, offset)
+        fresh = _products(fresh, _one(first_bad.device) if inv_scale is None else inv_scale, widen)
+    olds: list[Any] = list(filter(is_there, into))
     if not olds:
         return fresh
-    torch._foreach_add_(olds, [g for old, g in zip(into, fresh, strict=True) if old is not None])
+    torch._foreach_add_(olds, list(compress(fresh, map(is_there, into))))
     return [g if old is None else old for old, g in zip(into, fresh, strict=True)]
 
 
-def _unscaled(
-    new: list[Tensor], inv_scale: Tensor | None, first_bad: Tensor, offset: int, widen: bool, in_place: bool
-) -> list[Tensor]:
-    if in_place and not (widen and not {g.dtype for g in new}.isdisjoint(HALF_DTYPES)):
-        _check(new, inv_scale, first_bad, offset)
-        return new
-    _check(new, None, first_bad, offset)
-    factor = _one(first_bad.device) if inv_scale is None else inv_scale
+def _products(new: list[Tensor], factor: Tensor, widen: bool) -> list[Tensor]:
     if not widen:  # two 0-dim tensors are promoted, and a half one would become float32
         return [out.to(g.dtype) for out, g in zip(torch._foreach_mul(new, factor), new, strict=True)]
     # A factor with one dimension takes part in type promotion, a 0-dim one does not: half * float32 [1] is float32.
@@ -151,7 +152,7 @@ def found_inf(grads: Sequence[Tensor], also: Tensor | None = None) -> Tensor:
         As `Reading.found_inf`.
     """
     found = torch.zeros((), dtype=torch.float32, device=grads[0].device)
-    grads, versions = tuple(grads), tuple([g._version for g in grads])
+    grads, versions = tuple(grads), tuple(map(version_of, grads))
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, _one(found.device))
     torch._C._autograd._unsafe_set_version_counter(grads, versions)  # it has written each value, times one
     return found if also is None else torch.maximum(found, also)

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from operator import is_not
 from typing import Any
 
 import torch
@@ -11,11 +9,10 @@ from torch import Tensor
 
 from lightning_amp import kernels
 from lightning_amp.kernels.devices import makes_a_list
+from lightning_amp.kernels.getters import is_there
 from lightning_amp.kernels.reference import HALF_DTYPES
 from lightning_amp.kernels.scale_rule import FIRST_BAD_NONE
 from lightning_amp.loss_scaler import LossScaler, Scale
-
-_is_there = partial(is_not, None)  # a call of C code, where a comprehension is one of Python's
 
 Fresh = tuple[Tensor, Tensor, Tensor | None]
 """A parameter, its fresh gradient, and the true gradient to add it to."""
@@ -44,8 +41,10 @@ class Collector:
             loss: See `LossScaler.update`.
         """
         scaler = scale.scaler
-        new, into, olds = self._columns(fresh)
-        if makes_a_list([*new, *olds], scaler.first_bad.device):
+        scaler.sources, new, into = _columns(fresh)
+        olds: list[Any] = list(filter(is_there, into))
+        if makes_a_list(new + olds, scaler.first_bad.device):
+            into = self._widened(into)
             out = scaler.collect(new, into, scale.inv_scale, loss, widen=self._widen, in_place=self.in_place)
             _hand_over(fresh, out)
             return
@@ -62,7 +61,8 @@ class Collector:
         scaler.update(loss)
 
     def _there(self, device: torch.device, fresh: list[Fresh], scale: Scale, offset: int) -> None:
-        new, into, _ = self._columns(fresh)
+        _, new, into = _columns(fresh)
+        into = self._widened(into)
         inv_scale = None if scale.inv_scale is None else scale.inv_scale.to(device)
         with _first_bad_on(device, scale.scaler) as first_bad:
             out = kernels.backend(device).collect(
@@ -70,13 +70,14 @@ class Collector:
             )
         _hand_over(fresh, out)
 
-    def _columns(self, fresh: list[Fresh]) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-        """Returns the fresh gradients, the true ones to add them to, and those of these that there are."""
-        new, into = [g for _, g, _ in fresh], [old for _, _, old in fresh]
-        olds: list[Any] = list(filter(_is_there, into))
-        if olds and self._widen:  # a plain backward() and the user may leave half ones: sums would lose small terms
-            into = [old if old is None or old.dtype not in HALF_DTYPES else old.float() for old in into]
-        return new, into, olds
+    def _widened(self, into: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns true gradients in float32 where they are half, which a plain backward() and the user may leave.
+
+        Sums in half would lose small terms.
+        """
+        if not self._widen or not any(map(is_there, into)):
+            return into
+        return [old if old is None or old.dtype not in HALF_DTYPES else old.float() for old in into]
 
     def collect_in_graph(self, fresh: list[Fresh], scale: Scale, loss: Tensor | None) -> None:
         """Does the same where gradients are part of a graph, which is not to be changed but added to.
@@ -93,6 +94,14 @@ class Collector:
                 true = true if scale.inv_scale is None else true * scale.inv_scale
                 p.grad = _accepted(true if old is None else _sum(old, true), p)
         scale.scaler.update(loss)
+
+
+def _columns(fresh: list[Fresh]) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+    """Returns the parameters, the fresh gradients, and the true ones to add them to."""
+    if not fresh:
+        return [], [], []
+    params, new, into = map(list, zip(*fresh, strict=True))
+    return params, new, into
 
 
 def _by_device(fresh: list[Fresh]) -> dict[torch.device | None, list[Fresh]]:

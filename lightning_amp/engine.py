@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from lightning_amp import scaler_choice
 from lightning_amp.alarm import Alarm
 from lightning_amp.autocast import no_autocast
-from lightning_amp.awaited_backward import AwaitedBackward
+from lightning_amp.backward_pass import BackwardPass
 from lightning_amp.engine_answers import EngineAnswers
 from lightning_amp.engine_checks import partners, refuse_optimizer_in_backward
 from lightning_amp.gradients import Gradients, dense_values
-from lightning_amp.loss_scaler import GRAD_KEY, LossScaler, LossScalers, Scale
+from lightning_amp.kernels.getters import grad_of, is_there, layout_of
+from lightning_amp.loss_scaler import GRAD_KEY, LossScaler, LossScalers
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.opt_levels import AmpConfig
-from lightning_amp.pending import Window
 from lightning_amp.readings import Known
-from lightning_amp.scaled_grad import scaled_grad, wide
+from lightning_amp.scaled_grad import scaled_grad
 from lightning_amp.spent_closure import SpentClosure
 from lightning_amp.stepper import Stepper
 
@@ -87,6 +87,7 @@ class Engine(EngineAnswers):
         self.gradients.reducing = distributed
         self._known: dict[int, Known] = {}
         self._liable = self.gradients.liabilities
+        self._clears_casts = config.patch_torch_functions and config.cache_casts != "step"
 
     def _others(self) -> list[Tensor]:
         """Returns the modules' parameters; asked for when there may be others: some may need masters."""
@@ -96,14 +97,13 @@ class Engine(EngineAnswers):
 
     # Which optimizer, which scaler
 
-    def scaler_for(self, loss: Tensor, loss_id: int | None, optimizers: Any, lists: list[list[Tensor]]) -> LossScaler:
+    def scaler_for(self, loss: Tensor, loss_id: int | None, optimizers: Any) -> LossScaler:
         """Chooses the scaler of a backward pass: a question of range only, the gradients come out the same.
 
         Args:
             loss: What the pass starts from.
             loss_id: The caller's name for it, or None.
             optimizers: One optimizer or several that the pass is for, or None.
-            lists: Each optimizer's parameters.
 
         Raises:
             ValueError: The loss id is out of range, or an optimizer is unknown.
@@ -113,6 +113,7 @@ class Engine(EngineAnswers):
         if optimizers not in (None, [], ()):
             named = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
             return self.scalers.get(scaler_choice.optimizers_key(self.index(o) for o in named))
+        lists = self.gradients.lists()
         return self.scalers.get(scaler_choice.reached_key(loss, lists, may_differ=self._distributed))
 
     # One backward
@@ -129,11 +130,11 @@ class Engine(EngineAnswers):
         create_graph: bool | None = False,
         inputs: Iterable[Tensor] = (),
         liable: Iterable[Any] = (),
-        at_once: bool = False,
     ) -> Iterator[Tensor]:
         """Gives the scaled loss to run backward on; after the block the gradients are true.
 
-        Hooks that run during the backward pass still see the scale.
+        The pass begins when autograd reaches the scaled loss: what happens to gradients in the block before is none of
+        its business. Hooks that run during the backward pass still see the scale.
 
         Args:
             loss: Any shape, any floating dtype; a half loss is multiplied in float32.
@@ -146,8 +147,6 @@ class Engine(EngineAnswers):
             inputs: Tensors that get gradients although they are no parameters.
             liable: Optimizers that skip their next step together if this pass overflows, as long as the gradients they
                 have after it are still there.
-            at_once: Whether the pass begins with the block; else when autograd reaches the scaled loss, so that what
-                happens to gradients before is none of its business.
 
         Yields:
             ``loss * scale`` in float32.
@@ -155,40 +154,42 @@ class Engine(EngineAnswers):
         Raises:
             ValueError: The loss id is out of range, or an optimizer is unknown.
         """
-        lists = self.gradients.lists()
-        scaler = self.scaler_for(loss, loss_id, optimizers, lists)
-        params = self.gradients.params(lists)
-        params = self._with_inputs(params, inputs) if inputs else params
-        delay = delay_unscale and not self.config.master_weights
-        answering = [self.index(o) for o in liable] if liable else ()
-        if self._liable.noted and self.gradients.pending:
-            self._liable.look(closely=True)
-        now = scaler.now()
-        if create_graph is not False:
-            now = now.kept()  # a graph keeps it, and the scaler moves on
+        answering = [self.index(o) for o in liable]
         with no_autocast(self._device.type):
-            now = self.gradients.expect(now)
-            begin = self._begin_liable if self._liable.noted else self.gradients.begin
-            awaited = AwaitedBackward(partial(begin, params, now, delay=delay, hold=hold))
-            scaled = wide(loss) if now.scale is None else wide(loss) * now.scale
+            this = self._pass(loss, loss_id, optimizers, delay_unscale, hold, create_graph, inputs)
             try:
-                with awaited.at_once() if at_once else awaited.watch(scaled, carries_scale=now.scale is not None):
-                    yield scaled
+                with this.awaited():
+                    yield this.scaled
             except BaseException:
-                if awaited.window is not None:
-                    self.gradients.put_back(awaited.window)
-                self._liable.hold()
+                this.fail()
                 raise
-            if awaited.window is not None:
-                self.gradients.finish(awaited.window, loss, create_graph, answering)
-                if awaited.window.delay and self._liable.noted:
-                    self._liable.hold()
-        if self.config.patch_torch_functions and self.config.cache_casts != "step":
+            this.finish(create_graph, answering)
+        if self._clears_casts:
             torch.clear_autocast_cache()
 
-    def _begin_liable(self, params: list[Tensor], scale: Scale, **how: bool) -> Window:
-        self._liable.review()  # not sooner: the user may zero inside the block
-        return self.gradients.begin(params, scale, **how)
+    def _pass(
+        self,
+        loss: Tensor,
+        loss_id: int | None,
+        optimizers: Any,
+        delay_unscale: bool,
+        hold: bool,
+        create_graph: bool | None,
+        inputs: Iterable[Any],
+    ) -> BackwardPass:
+        """Returns a backward pass that has not begun, for the arguments of `scaled_loss`."""
+        gradients = self.gradients
+        scale = self.scaler_for(loss, loss_id, optimizers).now()
+        params = gradients.params()
+        if inputs:
+            params = self._with_inputs(params, inputs)
+        if gradients.pending:
+            if self._liable.noted:
+                self._liable.look(closely=True)
+            scale = gradients.expect(scale)
+        if create_graph is not False:
+            scale = scale.kept()  # a graph keeps it, and the scaler moves on
+        return BackwardPass(gradients, params, loss, scale, delay_unscale and not self.config.master_weights, hold)
 
     def backward(
         self,
@@ -215,18 +216,22 @@ class Engine(EngineAnswers):
         Raises:
             ValueError: As `scaled_loss`.
         """
-        inputs = kwargs.get("inputs")
-        with self.scaled_loss(
-            loss,
-            loss_id=loss_id,
-            optimizers=optimizers,
-            delay_unscale=delay_unscale,
-            hold=hold,
-            create_graph=bool(kwargs.get("create_graph")),
-            inputs=[inputs] if isinstance(inputs, Tensor) else inputs or (),
-            at_once=True,
-        ) as scaled:
-            run(scaled, **kwargs)
+        inputs: Any = ()
+        create_graph = False
+        if kwargs:
+            inputs, create_graph = kwargs.get("inputs"), bool(kwargs.get("create_graph"))
+            inputs = [inputs] if isinstance(inputs, Tensor) else inputs or ()
+        with no_autocast(self._device.type):
+            this = self._pass(loss, loss_id, optimizers, delay_unscale, hold, create_graph, inputs)
+            this.begin()
+            try:
+                run(this.scaled, **kwargs)
+            except BaseException:
+                this.fail()
+                raise
+            this.finish(create_graph, ())
+        if self._clears_casts:
+            torch.clear_autocast_cache()
 
     @staticmethod
     def _with_inputs(params: list[Tensor], inputs: Iterable[Any]) -> list[Tensor]:
@@ -249,7 +254,7 @@ class Engine(EngineAnswers):
         if not self.gradients.pending:
             return
         if self._liable.noted:
-            self._liable.look(closely=self.gradients.pending)
+            self._liable.look(closely=True)
         chosen = self.optimizers if optimizer is None else [self.optimizers[self.index(optimizer)]]
         self.gradients.collect_pending(owned=[p for o in chosen for p in self.gradients.of(o)])
 
@@ -259,12 +264,17 @@ class Engine(EngineAnswers):
         """Returns the parameters of an optimizer that have a gradient, and the gradients, all true."""
         params = self.gradients.of(self.optimizers[index])
         if self._liable.noted:
-            self._liable.look(closely=self.gradients.pending)
-        self.gradients.collect_pending(owned=params)
-        params = [p for p in params if p.grad is not None]
-        for p in [p for p in params if p.grad.is_sparse]:  # type: ignore[union-attr]
-            p.grad = p.grad.coalesce()  # type: ignore[union-attr]  # else its values are nowhere to be clipped
-        return params, [p.grad for p in params if p.grad is not None]
+            self._liable.look(closely=bool(self.gradients.pending))
+        if self.gradients.pending:
+            self.gradients.collect_pending(owned=params)
+        grads: list[Any] = list(map(grad_of, params))
+        params = list(compress(params, map(is_there, grads)))
+        grads = list(filter(is_there, grads))
+        if torch.sparse_coo in set(map(layout_of, grads)):
+            grads = [g.coalesce() if g.is_sparse else g for g in grads]  # else its values are nowhere to be clipped
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g
+        return params, grads
 
     def _found_inf(self, grads: list[Tensor], also: Tensor | None = None) -> Tensor:
         return self.gradients.backends.found_inf(dense_values(grads), also)

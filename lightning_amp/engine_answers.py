@@ -42,6 +42,9 @@ class EngineAnswers:
         Raises:
             ValueError: It is none of them.
         """
+        for i, mine in enumerate(self.optimizers):
+            if mine is optimizer:
+                return i
         raw = getattr(optimizer, "__dict__", {}).get("_optimizer", optimizer)
         for i, mine in enumerate(self.optimizers):
             if mine is raw or mine.param_groups is getattr(raw, "param_groups", None):

@@ -1,12 +1,14 @@
 """Masters in an optimizer's hands, for the time of a step."""
 
-from collections.abc import Collection
-from operator import is_
+from collections.abc import Iterable
+from itertools import compress
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_amp.gradients import Gradients
 from lightning_amp.kernels.devices import Backends
+from lightning_amp.kernels.getters import grad_of, is_there
 from lightning_amp.master_weights import MasterWeights
 
 
@@ -25,8 +27,10 @@ class Loan:
         self._masters = masters
         self._optimizer = optimizer
         self._backends = Backends()
-        self._pairs: list[tuple[Tensor, nn.Parameter]] = []
-        self._first: list[tuple[Tensor, nn.Parameter, Tensor | None]] = []
+        # Columns: the half weights, their masters, and for those that nobody else holds their gradients.
+        self._halves: list[Tensor] = []
+        self._lent: list[Any] = []
+        self._first: tuple[list[Tensor], list[Any], list[Tensor | None]] = ([], [], [])
         self._other_state: dict[Any, Any] = {}
         self.held = False
         """Whether the optimizer holds the masters now."""
@@ -34,41 +38,43 @@ class Loan:
     def take(self) -> None:
         """Lends: edits of half weights are taken over, and gradients go with the masters."""
         masters = self._masters
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        masters.ensure(params)
-        owned = zip(params, masters.of_all(params), strict=True) if masters.lend_to_optimizers else ()
-        self._pairs = [(p, m) for p, m in owned if m is not None]
-        first = [(p, m) for p, m in self._pairs if id(m) not in masters.lent] if masters.lent else self._pairs
-        self._backends.weights("adopt", first)
-        for param, master in first:
+        params = Gradients.of(self._optimizer)
+        owned: list[Any] = masters.ensure(params) if masters.lend_to_optimizers else [None] * len(params)
+        halves, lent = list(compress(params, map(is_there, owned))), list(filter(is_there, owned))
+        self._halves, self._lent = halves, lent
+        if masters.lent:
+            free = [id(m) not in masters.lent for m in lent]
+            halves, lent = list(compress(halves, free)), list(compress(lent, free))
+        self._backends.weights("adopt", halves, lent)
+        for param, master in zip(halves, lent, strict=True):
             if param.grad is not None and param.grad.dtype is not master.dtype:
                 param.grad = param.grad.to(master.dtype)
             master.grad = param.grad
             if master.requires_grad is not param.requires_grad:
                 master.requires_grad_(param.requires_grad)
-        self._first = [(p, m, p.grad) for p, m in first]
-        masters.lent.update(map(id, [m for _, m in first]))
-        self._exchange([p for p, _ in self._pairs], [m for _, m in self._pairs])
+        self._first = halves, lent, list(map(grad_of, halves))
+        masters.lent |= set(map(id, lent))
+        self._exchange(self._halves, self._lent)
         self.held = True
 
     def refresh(self) -> None:
         """Refreshes the half weights; copies in place, so that a stale graph raises as in float32."""
-        self._backends.weights("refresh", self._pairs)
+        self._backends.weights("refresh", self._halves, self._lent)
 
     def give_back(self) -> None:
         """Refreshes the half weights and puts the model's own parameters back. A second call does nothing."""
         if not self.held:
             return
         self.held = False
-        pairs, self._pairs = self._pairs, []
-        first, self._first = self._first, []
-        self._exchange([m for _, m in pairs], [p for p, _ in pairs])
-        for param, master, grad in first:
+        halves, lent, first = self._halves, self._lent, self._first
+        self._halves, self._lent, self._first = [], [], ([], [], [])
+        self._exchange(lent, halves)
+        for param, master, grad in zip(*first, strict=True):
             if param.grad is grad:  # else it was cleared or replaced through the model
                 param.grad = master.grad
             master.grad = None
-        self._masters.lent.difference_update(map(id, [m for _, m, _ in first]))
-        self._backends.weights("refresh", pairs)
+        self._masters.lent -= set(map(id, first[1]))
+        self._backends.weights("refresh", halves, lent)
 
     def _exchange(self, out: list[Any], into: list[Any]) -> None:
         """Puts tensors in place of others.
@@ -81,13 +87,13 @@ class Loan:
             group["params"][:] = map(to.get, map(id, group["params"]), group["params"])
         state = self._optimizer.state
         now, entries = dict(state), self._other_state
-        keys = list(map(to.get, map(id, now), now))
-        if not _same(keys, entries) or not _same(now.values(), entries.values()):
-            entries = dict(zip(keys, now.values(), strict=True))
+        keys, values = list(map(to.get, map(id, now), now)), now.values()
+        if _ids(keys) != _ids(entries) or _ids(values) != _ids(entries.values()):
+            entries = dict(zip(keys, values, strict=True))
         state.clear()
         state.update(entries)
         self._other_state = now
 
 
-def _same(one: Collection[Any], other: Collection[Any]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
+def _ids(things: Iterable[Any]) -> list[int]:
+    return list(map(id, things))

@@ -244,14 +244,13 @@ class LossScalers:
         Args:
             key: See `Key`.
         """
-        scaler = self._scalers.get(key)
-        if scaler is None:
+        if key not in self._scalers:
             scaler = LossScaler(key, self._config, self._device)
             cover = self._cover(key)
             if cover is not None:
                 scaler.start_from(cover)
             self._scalers[key] = scaler
-        return scaler
+        return self._scalers[key]
 
     def _cover(self, key: Key) -> LossScaler | None:
         if key[0] == "loss":

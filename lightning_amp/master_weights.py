@@ -108,22 +108,29 @@ class MasterWeights:
         """Returns the float32 original of a buffer, None if it was not converted."""
         return self._buffers.get((module, name))
 
-    def ensure(self, params: Iterable[Tensor]) -> None:
+    def ensure(self, params: Iterable[Tensor]) -> list[nn.Parameter | None]:
         """Gives a master to each half parameter that has none (a module added during training).
 
         Also brings masters to where their weights are.
 
         Args:
             params: Parameters of any dtype.
+
+        Returns:
+            The master of each, None for those that need none.
         """
         params = list(params)
-        for param, master in zip(params, self.of_all(params), strict=True):
+        masters = self.of_all(params)
+        for i, (param, master) in enumerate(zip(params, masters, strict=True)):
             if master is None:
                 if param.dtype in HALF_DTYPES and self.lend_to_optimizers:
-                    self._add(param, param.detach().float())
-                    self._take_fp32_gradients(param)
+                    if param not in self._masters:
+                        self._add(param, param.detach().float())
+                        self._take_fp32_gradients(param)
+                    masters[i] = self._masters[param]
             elif master.device != param.device:
                 master.data = master.data.to(param.device)
+        return masters
 
     def outgrow(self, params: Iterable[Tensor]) -> None:
         """Has weights that were stepped without masters stand for themselves from now on, also where one comes back to

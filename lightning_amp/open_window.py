@@ -70,7 +70,7 @@ def load(saved: SavedWindow, windows: Windows, engine: Engine | None) -> None:
         widened = kind_of(engine) == "masters" and p.dtype in HALF_DTYPES
         p.grad = g.to(p.device, g.dtype if widened else p.dtype, copy=True)
     if engine is not None:
-        engine.gradients.reopen(_reopened(pending, lists, scalers[pending["scaler"]]) for pending in share.pending)
+        engine.gradients.pending = [_reopened(window, lists, scalers[window["scaler"]]) for window in share.pending]
 
 
 def _mean(shares: list[Share]) -> Share:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -58,7 +59,7 @@ class AmpConfig:
     init_scale: float
     rule: ScaleRule
 
-    @property
+    @cached_property
     def passive(self) -> bool:
         """Whether there is nothing to do: float32 weights, float32 compute, a scale of one (plain O0)."""
         return self.opt_level == "O0" and self.loss_scale == 1.0

@@ -344,20 +344,23 @@ class AmpPrecision(Answers, Precision):
         if self.config.passive:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
-        self.engine.backward(
+        if model.automatic_optimization and self._inside_window(model) and not self._looked_at(model):
+            delay_unscale = True
+        assert self._engine is not None
+        self._engine.backward(
             tensor,
-            run=lambda scaled, **rest: model.backward(scaled, *args, **rest),
+            run=(lambda scaled, **rest: model.backward(scaled, *args, **rest)) if args else model.backward,
             loss_id=loss_id,
             optimizers=optimizers,
-            delay_unscale=delay_unscale or (self._inside_window(model) and not self._looked_at(model)),
+            delay_unscale=delay_unscale,
             hold=unreduced,
             **kwargs,
         )
 
     @staticmethod
     def _inside_window(model: "pl.LightningModule") -> bool:
-        """Tells whether automatic optimization will run another micro-batch before it steps."""
-        if not model.automatic_optimization or model.trainer.accumulate_grad_batches == 1:
+        """Tells whether automatic optimization, which is on, will run another micro-batch before it steps."""
+        if model.trainer.accumulate_grad_batches == 1:
             return False
         # Short last windows, and schedules that change the window, are known to Lightning's loop alone.
         return model.trainer.fit_loop.epoch_loop._should_accumulate()
@@ -381,7 +384,8 @@ class AmpPrecision(Answers, Precision):
             return result
         self._windows.stepped(optimizer)
         engine = self.engine
-        engine.unscale(optimizer)
+        if engine.gradients.pending:
+            engine.unscale(optimizer)
         self._after_closure(model, optimizer)
         # Without a closure of the user's, manual optimization hands over one that does nothing.
         spent = None if closure is do_nothing_closure else SpentClosure(result, type(optimizer).__name__)

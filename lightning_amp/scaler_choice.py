@@ -18,7 +18,8 @@ def loss_key(loss_id: int, num_losses: int) -> Key:
     Raises:
         ValueError: It is out of range.
     """
-    if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < num_losses:
+    is_number = type(loss_id) is int or (isinstance(loss_id, int) and not isinstance(loss_id, bool))
+    if not is_number or not 0 <= loss_id < num_losses:
         raise ValueError(
             f"loss_id={loss_id!r} is out of range: num_losses={num_losses} allows 0 to {num_losses - 1}. Raise "
             "num_losses, or use one of those."

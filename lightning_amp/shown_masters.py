@@ -31,7 +31,7 @@ class ShownMasters:
             return params
         self._masters.ensure(params)
         pairs = [(p, m) for p in params if (m := self._masters.of(p)) is not None]
-        self._backends.weights("adopt", pairs)
+        self._backends.weights("adopt", [p for p, _ in pairs], [m for _, m in pairs])
         for param, master in pairs:
             if param.grad is not None and param.grad.dtype is not master.dtype:
                 param.grad = param.grad.to(master.dtype)
@@ -50,4 +50,4 @@ class ShownMasters:
                 param.grad = master.grad
             master.grad = None
         # Without a new version: where nothing was edited the values stay, and a graph that saved the weights is good.
-        self._backends.weights("refresh", [(param.data, master) for param, master, _ in shown])
+        self._backends.weights("refresh", [param.data for param, _, _ in shown], [master for _, master, _ in shown])

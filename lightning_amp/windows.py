@@ -127,7 +127,7 @@ class Windows:
                 "losses": [loss.to("cpu", copy=True) for loss in window.losses],
                 "places": [places[id(p)] for p, _ in window.present() if id(p) in places],
             }
-            for window in (() if engine is None else engine.gradients.open_windows)
+            for window in (() if engine is None else engine.gradients.pending)
         ]
 
 

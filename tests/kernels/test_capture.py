@@ -65,11 +65,13 @@ def test_a_step_can_be_captured(
         homes = {id(g): torch.empty_like(g, dtype=torch.float32) for g in static}
         monkeypatch.setattr(triton_backend, "_home", lambda new, *_: homes[id(new)] if level == "O2" else new)
 
+        def differentiate(_: Tensor) -> None:
+            for p, g in zip(params, static, strict=True):
+                p.grad = g
+
         def step() -> None:
             adam.zero_grad()
-            with engine.scaled_loss(loss, at_once=True):
-                for p, g in zip(params, static, strict=True):
-                    p.grad = g
+            engine.backward(loss, differentiate)
             if algorithm is not None:
                 engine.clip(adam, 1.0, algorithm)
             engine.step(adam)
