@@ -38,12 +38,15 @@ def doubles(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.to(torch.float64, copy=True) for t in tensors]
 
 
-def check(found: Sequence[Tensor], wanted: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None) -> None:
-    """Compares with float64 results, to the rounding of each result's own type."""
-    for i, (got, want) in enumerate(zip(found, wanted, strict=True)):
-        if dtypes is not None:
-            assert got.dtype is dtypes[i]
-        torch.testing.assert_close(got.double(), want, rtol=ROUNDING[got.dtype], atol=1e-7, equal_nan=True)
+def check(found: Sequence[Tensor], wanted: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+    """Compares with float64 results, to the rounding of the type that each result is to have."""
+    for got, want, dtype in zip(found, wanted, dtypes, strict=True):
+        assert got.dtype is dtype
+        torch.testing.assert_close(got.double(), want, rtol=ROUNDING[dtype], atol=1e-7, equal_nan=True)
+
+
+def types(tensors: Sequence[Tensor]) -> list[torch.dtype]:
+    return [t.dtype for t in tensors]
 
 
 def first_bad(value: int = FIRST_BAD_NONE) -> Tensor:
@@ -66,7 +69,7 @@ def test_collect_unscales(dtype: torch.dtype, widen: bool, in_place: bool) -> No
     if in_place and not wide:
         assert all(a is b for a, b in zip(out, new, strict=True))
     else:
-        check(new, before)
+        check(new, before, types(new))
 
 
 @pytest.mark.parametrize("offset", OFFSETS[1:])
@@ -74,7 +77,7 @@ def test_collect_unscales(dtype: torch.dtype, widen: bool, in_place: bool) -> No
 def test_collect_at_misaligned_addresses(dtype: torch.dtype, offset: int) -> None:
     new = draw(SMALL, dtype, offset)
     wanted = [g * INV.double() for g in doubles(new)]
-    check(ops.collect(new, [None] * len(new), INV, first_bad(), widen=False), wanted)
+    check(ops.collect(new, [None] * len(new), INV, first_bad(), widen=False), wanted, [dtype] * 4)
 
 
 @pytest.mark.parametrize(("here", "there"), [(0, 0), (2, 1), (3, 0), (1, 5)])
@@ -84,7 +87,7 @@ def test_collect_adds_to_what_is_there(dtype: torch.dtype, here: int, there: int
     into: list[Tensor | None] = [old[0], None, *old[2:]]
     wanted = [g * INV.double() + (0 if i == 1 else old[i].double()) for i, g in enumerate(doubles(new))]
     out = ops.collect(new, into, INV, first_bad())
-    check(out, wanted)
+    check(out, wanted, [torch.float32] * 4)
     assert all(o is t for o, t in zip(out, into, strict=True) if t is not None)
 
 
@@ -95,14 +98,15 @@ def test_collect_without_a_scale_leaves_values_as_they_are() -> None:
     check(out, before, [torch.float32 if g.dtype in HALVES else g.dtype for g in new])
     same = ops.collect(out, [None] * len(out), None, first_bad())
     assert all(a is b for a, b in zip(same, out, strict=True))
-    check(same, before)
+    check(same, before, types(out))
 
 
 def test_collect_takes_a_mixed_list_in_one_call() -> None:
     new = [t for dtype in (*DTYPES, torch.float32) for t in draw((7, 2051), dtype)]
     old = [None, torch.randn(2051), None, None, torch.randn(7), None, None, torch.randn(2051).double(), None, None]
     wanted = [g * INV.double() + (0 if t is None else t.double()) for g, t in zip(doubles(new), old, strict=True)]
-    check(ops.collect(new, old, INV, first_bad()), wanted)
+    full, double = torch.float32, torch.float64
+    check(ops.collect(new, old, INV, first_bad()), wanted, [*[full] * 6, double, double, full, full])
 
 
 @pytest.mark.parametrize("value", BAD)
@@ -151,19 +155,21 @@ def layouts() -> Iterator[Tensor]:
     yield torch.randn(4, 3, 5, 6).to(memory_format=torch.channels_last)  # dense, not contiguous
     yield torch.randn(40, 30).t()
     yield torch.randn(20, 60)[:, ::2]  # not dense
-    yield torch.randn(7, 1, 9).expand(7, 1, 9)
+    yield torch.randn(63).as_strided((7, 1, 9), (9, 5, 1))  # the stride of a single element says nothing
     yield torch.randn(2050)[1:]
     yield torch.randn(())
 
 
 def test_collect_of_any_layout() -> None:
     new = list(layouts())
-    wanted = [g * INV.double() for g in doubles(new)]
-    check(ops.collect([g.clone() for g in new], [None] * len(new), INV, first_bad()), wanted)
-    check(ops.collect(new, [None] * len(new), INV, first_bad(), in_place=False), wanted)
+    before, kinds = doubles(new), types(new)
+    wanted = [g * INV.double() for g in before]
+    check(ops.collect([g.clone() for g in new], [None] * len(new), INV, first_bad()), wanted, kinds)
+    check(ops.collect(new, [None] * len(new), INV, first_bad(), in_place=False), wanted, kinds)
+    check(new, before, kinds)
     old = [torch.randn(g.shape) for g in new]  # contiguous: the layouts of a pair differ
     sums = [w + t.double() for w, t in zip(wanted, old, strict=True)]
-    check(ops.collect(new, list(old), INV, first_bad()), sums)
+    check(ops.collect(new, list(old), INV, first_bad()), sums, kinds)
 
 
 def test_bad_values_are_found_in_any_layout() -> None:
@@ -304,7 +310,21 @@ def test_clip_norm_bites(dtype: torch.dtype, offset: int) -> None:
     grads = draw(SMALL, dtype, offset)
     before, norm = doubles(grads), total(grads)
     ops.clip_norm(grads, ops.read(grads).norm, 1.5)
-    check(grads, [g * (1.5 / (norm + 1e-6)) for g in before])
+    check(grads, [g * (1.5 / (norm + 1e-6)) for g in before], [dtype] * 4)
+
+
+@pytest.mark.parametrize("bound", [1e-7, 4e-6])
+def test_tiny_gradients_are_clipped_as_torch_does(bound: float) -> None:
+    """What torch adds to a norm before it divides by it is a fifth of this one."""
+    grads = [torch.full((n,), 1e-6) for n in (1, 0, 24)]
+    params = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g.clone()
+    torch.nn.utils.clip_grad_norm_(params, bound)
+    ops.clip_norm(grads, ops.read(grads).norm, bound)
+    for p, g in zip(params, grads, strict=True):
+        torch.testing.assert_close(g, p.grad, rtol=1e-6, atol=0.0)
+    assert grads[0].item() < 0.8e-6
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
@@ -317,7 +337,7 @@ def test_read_and_clip_is_both(algorithm: Literal["norm", "value"]) -> None:
         ops.clip_norm(twins, alone.norm, 0.5)
     else:
         ops.clip_value(twins, alone.found_inf, 0.5)
-    check(grads, doubles(twins))
+    check(grads, doubles(twins), types(twins))
 
 
 @pytest.mark.parametrize("norm", [0.5, 0.0, *BAD[::2]])
@@ -334,7 +354,7 @@ def test_clip_value(dtype: torch.dtype, offset: int) -> None:
     grads = [*draw(SMALL, dtype, offset), *(t.to(dtype) for t in layouts())]
     wanted = [g.double().clamp(-0.25, 0.25) for g in grads]
     ops.clip_value(grads, torch.tensor(0.0), 0.25)
-    check(grads, wanted)
+    check(grads, wanted, [dtype] * len(grads))
 
 
 @pytest.mark.parametrize("value", BAD)
@@ -353,7 +373,7 @@ def test_clip_takes_any_layout() -> None:
     grads = list(layouts())
     before, norm = doubles(grads), total(grads)
     ops.clip_norm(grads, ops.read(grads).norm, 0.5)
-    check(grads, [g * (0.5 / (norm + 1e-6)) for g in before])
+    check(grads, [g * (0.5 / (norm + 1e-6)) for g in before], types(grads))
 
 
 def pairs(dtype: torch.dtype, here: int = 0, there: int = 0) -> tuple[list[Tensor], list[Tensor]]:
@@ -393,7 +413,7 @@ def test_adopt_takes_over_what_was_edited(dtype: torch.dtype, refreshed: bool, h
     wanted = [torch.where(h == m.to(dtype), m, h.float()) for h, m in zip(halves, low_bits, strict=True)]
     after = [h.clone() for h in halves]
     ops.adopt(halves, masters)
-    check(masters, doubles(wanted))
+    check(masters, doubles(wanted), types(wanted))
     assert not torch.equal(masters[3], low_bits[3])
     assert all(torch.equal(h.view(torch.int16), a.view(torch.int16)) for h, a in zip(halves, after, strict=True))
 
@@ -511,7 +531,7 @@ def test_collect_and_update_is_both(kind: str) -> None:
                 ops.update(state, bad, loss, rule)
             assert bad.item() == FIRST_BAD_NONE
             results.append((out, state))
-        check(results[0][0], doubles(results[1][0]))
+        check(results[0][0], doubles(results[1][0]), types(results[1][0]))
         assert results[0][1].tolist() == results[1][1].tolist()
         found = bool(new) and new[-1].numel() > 0 and not math.isfinite(value)
         assert results[0][1][0].item() == (48.0 if found else 96.0)
