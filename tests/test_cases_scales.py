@@ -89,8 +89,7 @@ def test_c47_a_forward_without_gradients_does_not_poison_the_next(level, cache, 
         with first():
             module.net(batch)
         module.manual_backward(module.net(batch).mean())
-        assert module.net.weight.grad is not None
-        assert module.net.weight.grad.abs().sum() > 0
+        assert module.net.weight.grad.tolist() == batch.mean(0, keepdim=True).tolist()
         optimizer.step()
 
     module = Scripted(step, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), net=nn.Linear(4, 1))

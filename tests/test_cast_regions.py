@@ -262,11 +262,17 @@ def test_copies_and_pickles_of_a_model_work_while_it_trains_and_afterwards(level
 
 
 def test_a_checkpointed_model_is_cast_again_as_it_was() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2), nn.Softmax(-1))
+    net = nn.Sequential(nn.Linear(2, 4), nn.GroupNorm(1, 4), nn.Softmax(-1))
     optimizer = torch.optim.SGD(net.parameters(), 1.0)
     amp.initialize(net, optimizer, opt_level="O1", verbosity=0, init_scale=SCALE)
     for run in (net, lambda x: net[2](net[1](net[0](x)))):
-        block(checkpoint(run, torch.ones(1, 2), use_reentrant=False)[..., 0], optimizer)
+        grads = []
+        for out in (run(torch.ones(1, 2)), checkpoint(run, torch.ones(1, 2), use_reentrant=False)):
+            optimizer.zero_grad()
+            block(out[..., 0], optimizer)
+            grads.append([p.grad for p in net.parameters()])
+        assert all(map(torch.equal, *grads))
+        assert grads[1][0].abs().max() > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

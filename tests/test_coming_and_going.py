@@ -136,13 +136,14 @@ def test_synchronised_batchnorm_counts_as_batchnorm(level):
     """It trains on GPUs alone; what can be seen here is what is converted, and that evaluation works."""
     module = build(NETWORKS["batchnorm synchronised"])
     module.net.eval()
+    wanted = module.net(BATCHES[0])
     plugin = amp(level)
     plugin.convert_module(module)
     half = level in ("O2", "O3")
     assert module.net[0].weight.dtype is (torch.float16 if half else torch.float32)
     assert module.net[1].weight.dtype is (torch.float16 if level == "O3" else torch.float32)
     with plugin.forward_context():
-        assert torch.isfinite(module.net(BATCHES[0])).all()
+        torch.testing.assert_close(module.net(BATCHES[0]).float(), wanted, rtol=5e-3, atol=5e-3)
     plugin.teardown()
     assert module.net[0].weight.dtype is torch.float32
 
