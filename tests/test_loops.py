@@ -61,10 +61,13 @@ def test_a_closure_handed_to_a_manual_step(level):
 class RunsTheClosureItself(Scripted):
     """Runs the closure in its own hook, looks at the gradients, then steps without it."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.norms: list[Tensor] = []
+
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
-        norm = torch.stack([p.grad.norm() for p in self.parameters()]).norm()
-        assert norm < 100  # true already, also in the middle of a window's last batch
+        self.norms.append(torch.stack([p.grad.float().norm() for p in self.parameters()]).norm())
         optimizer.step()
 
 
@@ -81,7 +84,16 @@ class WarmsUp(Scripted):
 @pytest.mark.parametrize("kind", [RunsTheClosureItself, WarmsUp])
 @pytest.mark.parametrize("window", [1, 4])
 def test_overridden_optimizer_steps(level, kind, window):
-    assert_alike(level, lambda: build(kind=kind), accumulate_grad_batches=window)
+    made: list[Any] = []
+
+    def make() -> Scripted:
+        made.append(build(kind=kind))
+        return made[-1]
+
+    assert_alike(level, make, accumulate_grad_batches=window)
+    if kind is RunsTheClosureItself:  # gradients are true already, also in the middle of a window's last batch
+        wanted, given = (torch.stack(module.norms) for module in made[-2:])
+        torch.testing.assert_close(given, wanted, rtol=3e-2 if level == "O3" else 5e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("level", HALF_LEVELS)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
+from lightning_amp import saved_window
 from lightning_amp.callbacks import EMAWeights
 from tests.helpers.clean_process import in_clean_process
 from tests.helpers.modules import Batches, trainer
@@ -396,8 +397,11 @@ def test_plain_lightning_goes_on_without_the_window(level: str, runs: Any) -> No
 
     module = Plain(overflows=False)
     it = trainer(max_epochs=2)
+    saved = torch.load(path_of(folder, 1), weights_only=True)
+    assert saved_window.ENTRY in saved
     it.fit(module, Stream(), ckpt_path=path_of(folder, 1), weights_only=True)
-    assert all(p.isfinite().all() for p in module.parameters())
+    assert it.current_epoch == 2
+    assert any(not torch.equal(p, saved["state_dict"][name]) for name, p in module.named_parameters())
 
 
 class Validated(Duel):
