@@ -14,10 +14,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LIGHTNING_AMP_KERNELS", raising=False)
+def _compiled(monkeypatch: pytest.MonkeyPatch, device_chooses: None) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    kernels._backend.cache_clear()
 
 
 def name(device: torch.device, choice: str | None = None) -> str:

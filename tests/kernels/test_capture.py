@@ -1,6 +1,5 @@
 """What a CUDA graph's capture forbids does not happen in a step: tried without a GPU, by watching for each."""
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -11,12 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.launch_counts import no_driver
-from lightning_amp import Engine, kernels, resolve
+from lightning_amp import Engine, resolve
 from lightning_amp.kernels import plans, triton_backend
 from lightning_amp.kernels.launches import Launcher, counting
 from lightning_amp.kernels.plans import PUT_BY, Place
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.outcomes import OutcomeRecord
+
+pytestmark = pytest.mark.usefixtures("device_chooses")
 
 
 class OnDevice(TorchDispatchMode):
@@ -33,14 +34,6 @@ class OnDevice(TorchDispatchMode):
 
 def refuse(*_: Any, **__: Any) -> Any:
     raise AssertionError("not in a capture")
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("LIGHTNING_AMP_KERNELS", raising=False)
-    kernels._backend.cache_clear()
-    yield
-    kernels._backend.cache_clear()
 
 
 @pytest.mark.parametrize("algorithm", [None, "norm", "value"])

@@ -14,6 +14,8 @@ from benchmarks.shapes import LISTS
 from lightning_amp import kernels
 
 DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
+pytestmark = pytest.mark.usefixtures("device_chooses")
+
 CASES = [("dcgan", False), ("dcgan", True), ("resnet50", True), ("tiny2000", True)]
 
 
@@ -25,14 +27,6 @@ def stated() -> Iterator[tuple[str, bool, list[str], float, float]]:
             names = cells[2].split(", ")
             plain, bites = float(cells[3]), float(cells[4]) if cells[4] != "-" else 0.0
             yield cells[0], cells[1] == "yes", names, plain, bites
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("LIGHTNING_AMP_KERNELS", raising=False)
-    kernels._backend.cache_clear()
-    yield
-    kernels._backend.cache_clear()
 
 
 @pytest.mark.parametrize(("name", "clip"), CASES)

@@ -1,7 +1,6 @@
 """Optimizers whose parameters live on several devices: one launch a device, and no look at a value."""
 
 import math
-from collections.abc import Iterator
 from typing import Literal
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.launch_counts import count_step
-from lightning_amp import Engine, collecting, kernels, resolve
+from lightning_amp import Engine, collecting, resolve
 from lightning_amp.kernels import devices
 from lightning_amp.kernels.devices import Backends, by_device, makes_a_list
 from lightning_amp.outcomes import Outcome
@@ -19,15 +18,7 @@ CPU, AGAIN = torch.device("cpu"), torch.device("cpu", 0)
 """The same memory as two devices."""
 
 
-@pytest.fixture
-def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("LIGHTNING_AMP_KERNELS", raising=False)
-    kernels._backend.cache_clear()
-    yield
-    kernels._backend.cache_clear()
-
-
-@pytest.mark.usefixtures("_triton")
+@pytest.mark.usefixtures("device_chooses")
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_each_kernel_runs_once_a_device(level: Literal["O1", "O2"], clip: bool) -> None:
@@ -41,7 +32,7 @@ def test_each_kernel_runs_once_a_device(level: Literal["O1", "O2"], clip: bool) 
         assert step.nbytes == {"O1": 40, "O2": 46}[level]
 
 
-@pytest.mark.usefixtures("_triton")
+@pytest.mark.usefixtures("device_chooses")
 def test_the_norm_is_on_the_first_device() -> None:
     with FakeTensorMode():
         grads = [torch.empty(4, device=f"cuda:{i}") for i in (1, 0, 1)]
