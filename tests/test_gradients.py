@@ -50,6 +50,17 @@ def test_passes_add_up_whatever_scale_each_ran_under(level: str, ids: tuple[int,
     assert grad_of(layer.weight).dtype is (torch.float16 if level == "O3" else torch.float32)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_passes_that_are_not_reduced_yet_add_to_true_gradients(level: str) -> None:
+    """As in DDP's no_sync, in whose passes nothing is set aside: what is true already goes under their scale."""
+    layer = nn.Linear(2, 1, bias=False)
+    engine = engine_of(level, [torch.optim.SGD(layer.parameters(), lr=1.0)], layer, loss_scale=8.0)
+    for i, hold in enumerate((False, True, True, False), start=1):
+        engine.backward(layer(torch.tensor([[1.0, 2.0]])).float().sum(), hold=hold)
+        scale = 8.0 if hold else 1.0
+        assert numbers(layer.weight.grad) == [[scale * i, scale * 2.0 * i]]
+
+
 def test_a_gradient_is_set_aside_by_reference_and_stays_the_tensor() -> None:
     p = param(1.0)
     engine = simple(p)
