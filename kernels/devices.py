@@ -69,7 +69,8 @@ class Backends(dict[torch.device, ModuleType]):
             also: See there; on any device.
         """
         first, *others = by_device(grads)
-        reading: Reading = self[first[0].device].read(first, _beside(first, also))
+        device = first[0].device
+        reading: Reading = self[device].read(first, also if also is None else also.to(device))
         return _total([reading, *[self[group[0].device].read(group) for group in others]]) if others else reading
 
     def found_inf(self, grads: list[Tensor], also: Tensor | None = None) -> Tensor:
@@ -80,7 +81,8 @@ class Backends(dict[torch.device, ModuleType]):
             also: See there; on any device.
         """
         first, *others = by_device(grads)
-        found: Tensor = self[first[0].device].found_inf(first, _beside(first, also))
+        device = first[0].device
+        found: Tensor = self[device].found_inf(first, also if also is None else also.to(device))
         return _most([found, *[self[group[0].device].found_inf(group) for group in others]]) if others else found
 
     def weights(self, operation: Literal["adopt", "refresh"], halves: list[Tensor], masters: list[Tensor]) -> None:
@@ -91,11 +93,14 @@ class Backends(dict[torch.device, ModuleType]):
             halves: The half weights.
             masters: The master of each, on its device.
         """
-        devices = list(map(device_of, halves))
+        devices = set(map(device_of, halves))
         with torch.set_grad_enabled(False):
-            for device in set(devices):
-                here = [device == there for there in devices]
-                getattr(self[device], operation)(list(compress(halves, here)), list(compress(masters, here)))
+            for device in devices:
+                here = halves, masters
+                if devices != {device}:
+                    mine = [half.device == device for half in halves]
+                    here = list(compress(halves, mine)), list(compress(masters, mine))
+                getattr(self[device], operation)(*here)
 
     def read_and_clip(self, grads: list[Tensor], algorithm: str, bound: float, also: Tensor | None = None) -> Reading:
         """Reads gradients, then clips them by what they are together.
@@ -111,7 +116,9 @@ class Backends(dict[torch.device, ModuleType]):
         """
         groups = by_device(grads)
         if len(groups) == 1:
-            reading: Reading = self[grads[0].device].read_and_clip(grads, algorithm, bound, _beside(grads, also))
+            device = grads[0].device
+            also = also if also is None else also.to(device)
+            reading: Reading = self[device].read_and_clip(grads, algorithm, bound, also)
             return reading
         reading = self.read(grads, also)
         for group in groups:
@@ -121,10 +128,6 @@ class Backends(dict[torch.device, ModuleType]):
             else:
                 self[device].clip_value(group, reading.found_inf.to(device), bound)
         return reading
-
-
-def _beside(tensors: list[Tensor], also: Tensor | None) -> Tensor | None:
-    return None if also is None else also.to(tensors[0].device)
 
 
 def _most(found: list[Tensor]) -> Tensor:

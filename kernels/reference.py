@@ -245,10 +245,13 @@ def _edited(halves: list[Tensor], masters: list[Tensor]) -> bool:
     torch._foreach_copy_(off, masters)
     torch._foreach_sub_(off, halves)
     torch._foreach_abs_(off)
-    off = [x for x in off if 0 not in x.shape]
-    if len({x.dtype for x in off}) > 1:
+    off = list(filter(Tensor.numel, off))  # an empty tensor has no maximum
+    if not off:
+        return False
+    _, *mixed = set(map(dtype_of, off))
+    if mixed:
         off = [x.float() for x in off]
-    return bool(off) and bool(torch.stack(torch._foreach_max(off)).max().tolist())
+    return bool(torch.stack(torch._foreach_max(off)).max().tolist())
 
 
 def update(

@@ -108,7 +108,9 @@ def next_state(
     """
     overflow = first_bad < FIRST_BAD_NONE
     if overflow is False and (not rule.dynamic or state.clean + 1.0 < rule.growth_interval):
-        return state._replace(clean=state.clean + 1.0, streak=0.0)  # the host may leave out what cannot move
+        scale, inv_scale, clean, hysteresis, overflows, bad_losses, _, *rest = state
+        # The host may leave out what cannot move.
+        return ScaleState(scale, inv_scale, clean + 1.0, hysteresis, overflows, bad_losses, 0.0, *rest)
     fault = overflow & loss_finite if rule.excuse_loss else overflow
     clean = where(overflow, 0.0, state.clean + 1.0)
     hysteresis = where(fault, state.hysteresis - 1.0, state.hysteresis)

@@ -28,12 +28,14 @@ def _cast_inputs(
     if args and type(args[0]) is Tensor and not args[1:] and not kwargs:
         # Few calls, since this runs for every module that owns weights.
         it = args[0]
-        return None if it.dtype is dtype or not it.is_floating_point() else ((it.to(dtype),), kwargs)
+        return None if it.dtype is dtype or not it.dtype.is_floating_point else ((it.to(dtype),), kwargs)
     return cast_call(args, kwargs, dtype, uncast=uncast)
 
 
 def cast_outputs(module: nn.Module, args: Any, output: Any, *, dtype: torch.dtype) -> Any:
     """A forward hook, with ``dtype`` bound to it, that casts what a module returns."""
+    if type(output) is Tensor:
+        return output.to(dtype) if output.dtype.is_floating_point else output
     return cast(output, dtype)
 
 

@@ -44,7 +44,8 @@ class Collector:
         scaler.sources, new, into = _columns(fresh)
         olds: list[Any] = list(filter(is_there, into))
         if makes_a_list(new + olds, scaler.first_bad.device):
-            into = self._widened(into)
+            if olds:
+                into = self._widened(into)
             out = scaler.collect(new, into, scale.inv_scale, loss, widen=self._widen, in_place=self.in_place)
             _hand_over(fresh, out)
             return
@@ -75,7 +76,7 @@ class Collector:
 
         Sums in half would lose small terms.
         """
-        if not self._widen or not any(map(is_there, into)):
+        if not self._widen:
             return into
         return [old if old is None or old.dtype not in HALF_DTYPES else old.float() for old in into]
 

@@ -276,9 +276,6 @@ class Engine(EngineAnswers):
                 p.grad = g
         return params, grads
 
-    def _found_inf(self, grads: list[Tensor], also: Tensor | None = None) -> Tensor:
-        return self.gradients.backends.found_inf(dense_values(grads), also)
-
     def norm(self, optimizer: Any) -> Tensor:
         """Returns the total 2-norm of an optimizer's true gradients: 0-dim float32, no host synchronisation.
 
@@ -286,7 +283,7 @@ class Engine(EngineAnswers):
             optimizer: One of this engine's. Zero if none of its parameters has a gradient.
         """
         _, grads = self._ready(self.index(optimizer))
-        with torch.no_grad(), no_autocast(self._device.type):
+        with no_autocast(self._device.type):
             return self.gradients.norm(grads) if grads else torch.zeros((), device=self._device)
 
     def clip(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
@@ -308,7 +305,7 @@ class Engine(EngineAnswers):
         _, grads = self._ready(index)
         if not grads:
             return
-        with torch.no_grad(), no_autocast(self._device.type):
+        with no_autocast(self._device.type):
             # What the optimizer is liable for goes with the reading, so that the step need not add it, but not where
             # the clip goes by it: gradients that are finite are clipped by value, stepped or not.
             also = self._liable.of(index) if algorithm == "norm" and self._liable.noted else None
@@ -347,9 +344,7 @@ class Engine(EngineAnswers):
             return None
         try:
             with no_autocast(self._device.type):
-                with torch.set_grad_enabled(False):
-                    found_inf = self._step_found_inf(index, grads)
-                result = stepper.step(found_inf, params, **kwargs)
+                result = stepper.step(self._step_found_inf(index, grads), params, **kwargs)
         finally:
             torch.clear_autocast_cache()  # a cast made before the step is stale after it
         self._alarm.hear(stepper.name, stepper.record, params)
@@ -361,12 +356,12 @@ class Engine(EngineAnswers):
         reading = None if known is None else known.of(grads)
         partners = self._partners[index]
         mine = self._liable.of(index, forget=not partners) if self._liable.noted else None
-        found = self._found_inf(grads, mine) if reading is None else reading.found_inf
+        found = reading.found_inf if reading else self.gradients.backends.found_inf(dense_values(grads), mine)
         answers = [] if reading is None or known is None or mine is known.also else [mine]
         for other in partners:
             _, theirs = self._ready(other)
             if theirs:
-                answers += [self._found_inf(theirs), self._liable.of(other)]
+                answers += [self.gradients.backends.found_inf(dense_values(theirs)), self._liable.of(other)]
         for answer in answers:
             if answer is not None:
                 found = torch.maximum(found, answer.to(found.device))

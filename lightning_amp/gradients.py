@@ -274,11 +274,13 @@ def _fresh(window: Window) -> list[Fresh]:
 
 
 def dense_values(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the numbers of each gradient as a dense real tensor that shares its memory.
+    """Returns the numbers of each gradient as a dense real tensor that shares its memory, and is part of no graph.
 
     Args:
         grads: Gradients of any layout; a sparse one is coalesced first, and then does not share.
     """
+    if any(map(requires_grad, grads)):
+        grads = [g.detach() for g in grads]
     if set(map(layout_of, grads)) == _STRIDED and not _COMPLEX & set(map(dtype_of, grads)):
         return list(grads)
     values = [g.coalesce().values() if g.is_sparse else g for g in grads]

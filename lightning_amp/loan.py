@@ -1,6 +1,5 @@
 """Masters in an optimizer's hands, for the time of a step."""
 
-from collections.abc import Iterable
 from itertools import compress
 from typing import Any
 
@@ -31,7 +30,7 @@ class Loan:
         self._halves: list[Tensor] = []
         self._lent: list[Any] = []
         self._first: tuple[list[Tensor], list[Any], list[Tensor | None]] = ([], [], [])
-        self._other_state: dict[Any, Any] = {}
+        self._before: tuple[list[int], dict[Any, Any]] = ([], {})
         self.held = False
         """Whether the optimizer holds the masters now."""
 
@@ -79,21 +78,18 @@ class Loan:
     def _exchange(self, out: list[Any], into: list[Any]) -> None:
         """Puts tensors in place of others.
 
-        A tensor's hash is a call of Python code: tensors are looked up by id, and the dict of the time before is used
-        again, which knows their hashes, unless an entry has come, gone or changed.
+        A tensor's hash is a call of Python code: tensors are looked up by id, and the entries of the time before are
+        used again, which know their hashes, unless one has come, gone or changed.
         """
         to = dict(zip(map(id, out), into, strict=True))
         for group in self._optimizer.param_groups:
             group["params"][:] = map(to.get, map(id, group["params"]), group["params"])
         state = self._optimizer.state
-        now, entries = dict(state), self._other_state
-        keys, values = list(map(to.get, map(id, now), now)), now.values()
-        if _ids(keys) != _ids(entries) or _ids(values) != _ids(entries.values()):
+        now = dict(state)
+        keys, values = list(map(to.get, map(id, now), now)), list(now.values())
+        ids, entries = self._before
+        if ids != [*map(id, keys), *map(id, values)]:
             entries = dict(zip(keys, values, strict=True))
+        self._before = [*map(id, now), *map(id, values)], now
         state.clear()
         state.update(entries)
-        self._other_state = now
-
-
-def _ids(things: Iterable[Any]) -> list[int]:
-    return list(map(id, things))

@@ -80,6 +80,8 @@ class LossScaler:
         self.sources: list[Tensor] = []
         """The parameters whose gradients were collected last: what ``last_bad`` counts in."""
         self.version = 0
+        self.known_clean = False
+        """Whether the host knows without waiting that the pass that moved it on last did not overflow."""
         self._place(torch.tensor(initial_state(start, self.rule), dtype=torch.float32, device=device))
 
     def _place(self, state: Tensor) -> None:
@@ -147,17 +149,13 @@ class LossScaler:
         )
         self.attempts += 1
         self.version += 1
+        self.known_clean = not self._tells and self.state.tolist()[_STREAK] == 0
         return out
 
     @property
     def overflowed(self) -> Tensor:
         """Whether the pass that moved it on last overflowed: 1.0 or 0.0, 0-dim float32; no host synchronisation."""
         return self.state[_STREAK].sign() if self._flag is None else self._flag
-
-    @property
-    def known_clean(self) -> bool:
-        """Whether the host knows without waiting that the pass that moved it on last did not overflow."""
-        return self.state.is_cpu and self.state.tolist()[_STREAK] == 0
 
     def read(self) -> ScaleState:
         """Returns the state as Python floats: one host synchronisation on a device other than the CPU."""

@@ -50,7 +50,11 @@ class MasterWeights:
         return len(self._masters)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_by_id": {}, "lent": set()}  # a copy has tensors of its own
+        return {**self.__dict__, "_by_id": {}, "lent": set()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._by_id = {id(param): master for param, master in self._masters.items()}  # a copy has tensors of its own
 
     def convert(self, param: Tensor, dtype: torch.dtype) -> None:
         """Makes a float32 parameter half, in place, and keeps the original. A second call does nothing.
@@ -70,7 +74,7 @@ class MasterWeights:
 
     def _add(self, param: Tensor, value: Tensor) -> nn.Parameter:
         master = nn.Parameter(value, requires_grad=param.requires_grad)
-        self._masters[param] = master
+        self._masters[param] = self._by_id[id(param)] = master
         return master
 
     def _take_fp32_gradients(self, param: Tensor) -> None:
@@ -100,8 +104,6 @@ class MasterWeights:
 
     def of_all(self, params: Iterable[Tensor]) -> list[nn.Parameter | None]:
         """Returns the master of each of ``params``, None for those that have none."""
-        if len(self._by_id) != len(self._masters):
-            self._by_id = {id(param): master for param, master in self._masters.items()}
         return list(map(self._by_id.get, map(id, params)))
 
     def of_buffer(self, module: nn.Module, name: str) -> Tensor | None:

@@ -59,7 +59,8 @@ class OutcomeRecord:
 
     def add(self, outcome: Outcome) -> None:
         """Records an outcome that the host knows."""
-        self.settle()
+        if self._deferred is not None:
+            self.settle()
         self._counts[outcome] += 1
         self._calls += 1
         self._moves += outcome is Outcome.STEPPED

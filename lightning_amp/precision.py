@@ -2,8 +2,8 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -41,6 +41,12 @@ from lightning_amp.windows import Windows
 _NAMES = {torch.float16: "16", torch.bfloat16: "bf16"}
 _CALLED_IN_STEPS = ("backward", "optimizer_step", "clip_gradients", "grad", "outcome", "real_steps", "grad_norm")
 """What a training step calls: nothing for `torch.compile` to trace where it compiles the whole step."""
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 class AmpPrecision(Answers, Precision):
@@ -287,16 +293,13 @@ class AmpPrecision(Answers, Precision):
         self._said = False
         self._stage = None
 
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
+    @override
+    def forward_context(self) -> AbstractContextManager[None]:
         config = self.config
-        explained = nullcontext() if config.cast_model_type is None else explained_dtype_errors()
-        with explained:
-            if not config.patch_torch_functions:
-                yield
-                return
-            with torch.autocast(self._device_type, config.dtype, cache_enabled=self._cache):
-                yield
+        if not config.patch_torch_functions:
+            return nullcontext() if config.cast_model_type is None else explained_dtype_errors()
+        region = torch.autocast(self._device_type, config.dtype, cache_enabled=self._cache)
+        return region if config.cast_model_type is None else _both(explained_dtype_errors(), region)
 
     # Training
 
@@ -318,13 +321,11 @@ class AmpPrecision(Answers, Precision):
         return None if self.config.passive else self.engine
 
     @override
-    @contextmanager
-    def train_step_context(self) -> Generator[None, None, None]:
+    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         if self._loaded_window is not None:  # with data of Lightning's own iterator, nothing was handed to us before
             self._reopen_window()
         self._passes_before = self._windows.passes
-        with self.forward_context():
-            yield
+        return self.forward_context()
 
     @override
     def backward(  # type: ignore[override]
@@ -383,7 +384,8 @@ class AmpPrecision(Answers, Precision):
         if self.rehearsing:
             return result
         self._windows.stepped(optimizer)
-        engine = self.engine
+        engine = self._engine
+        assert engine is not None
         if engine.gradients.pending:
             engine.unscale(optimizer)
         self._after_closure(model, optimizer)

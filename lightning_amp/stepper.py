@@ -1,7 +1,7 @@
 """One optimizer: its hooks, the loan of its masters, and a step that a non-finite gradient cannot pass."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,6 @@ from lightning_amp.loan import Loan
 from lightning_amp.master_weights import MasterWeights
 from lightning_amp.outcomes import Outcome, OutcomeRecord
 from lightning_amp.spent_closure import takes_closure
-
-_NOTHING_LENT = nullcontext()
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -56,7 +54,7 @@ class Stepper:
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is self.optimizer:  # a wrapper may go on with the weights after the step of what it wraps
-            after = optimizer.register_step_post_hook(lambda *_: self._give_back())
+            after = optimizer.register_step_post_hook(self._give_back)
             # Half weights are to be fresh before anybody else's post-hook looks at them. There is no public way to
             # register a hook in front of those that are already there.
             optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
@@ -105,7 +103,7 @@ class Stepper:
                 if isinstance(value, Tensor) and isinstance(mine, Tensor) and mine.dtype in HALF_DTYPES:
                     optimizer.state[param][name] = value.detach().to(mine.device, torch.float32, copy=True)
 
-    def _give_back(self) -> None:
+    def _give_back(self, *_: Any) -> None:
         if self._lent_outside:
             self._loan.refresh()
         else:
@@ -137,14 +135,16 @@ class Stepper:
         Returns:
             What the optimizer's ``step`` returned, None if it was not called.
         """
-        if not self._decides_on_device(params):
+        # Set by torch's fused=True family.
+        can_decide = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        if not can_decide or not self._primed_for(params):
             if found_inf.item():
                 self.record.add(Outcome.SKIPPED)
                 return None
             result = self._call(kwargs)
             self._masters.outgrow(params)
             self.record.add(Outcome.STEPPED)
-            if self._can_decide_on_device():
+            if can_decide:
                 # Also where an optimizer keeps no state, as plain SGD.
                 self._primed, self._regrown = list(map(id, params)), self._masters.regrown
             return result
@@ -158,11 +158,15 @@ class Stepper:
         return result
 
     def _call(self, kwargs: dict[str, Any]) -> Any:
-        self.stepping, self._lent_outside = True, self._loan.held
+        loan = self._loan
+        self.stepping, self._lent_outside = True, loan.held
         try:
-            with self.lent() if self._masters.lend_to_optimizers else _NOTHING_LENT:
-                return self.optimizer.step(**kwargs)
+            if self._masters.lend_to_optimizers and not loan.held:
+                loan.take()
+            return self.optimizer.step(**kwargs)
         finally:
+            if loan.held and not self._lent_outside:  # it raised, or it is none of torch's
+                loan.give_back()
             self.stepping = self._lent_outside = False
 
     @cached_property
@@ -170,12 +174,8 @@ class Stepper:
         """Whether the optimizer's ``step`` has an argument ``closure``."""
         return takes_closure(self.optimizer)
 
-    def _can_decide_on_device(self) -> bool:
-        return getattr(self.optimizer, "_step_supports_amp_scaling", False)  # set by torch's fused=True family
-
-    def _decides_on_device(self, params: list[Tensor]) -> bool:
-        if not self._can_decide_on_device():
-            return False
+    def _primed_for(self, params: list[Tensor]) -> bool:
+        """Tells whether each parameter has been stepped before, so that its state is there."""
         ids = list(map(id, params))
         if ids != self._primed or self._regrown != self._masters.regrown:
             if not all(self.optimizer.state.get(p) for p in params) or not self._masters.outgrown(params):

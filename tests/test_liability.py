@@ -143,7 +143,7 @@ def test_what_a_device_found_earlier_is_not_forgotten_over_what_it_found_later()
 
 def test_a_clean_pass_does_not_prolong_what_was_noted_of_others_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own gradients outlive those of the overflow, where the host does not know that it was clean."""
-    monkeypatch.setattr(LossScaler, "known_clean", False)
+    monkeypatch.setattr(LossScaler, "known_clean", property(lambda _: False, lambda *_: None), raising=False)
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([a, b], 1.0)
     engine = Engine(resolve("O1", init_scale=8.0), [optimizer], [nn.ParameterList([a, b])])
