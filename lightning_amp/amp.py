@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_amp.cast_regions import ambient, disable_casts
 from lightning_amp.engine import Engine
+from lightning_amp.engine_checks import refuse_skip_settings
 from lightning_amp.functions import (
     float_function,
     half_function,
@@ -124,7 +125,7 @@ def initialize(
     Raises:
         AmpConfigError: A setting is unknown, or two contradict each other.
         TypeError: A model or an optimizer is none.
-        ValueError: A model or an optimizer cannot be used, or was used already.
+        ValueError: A model or an optimizer cannot be used, or was used already; or a setting is no number or flag.
 
     Example:
         >>> model = initialize(torch.nn.Linear(2, 1), opt_level="O3", verbosity=0)
@@ -132,6 +133,8 @@ def initialize(
         (torch.float32, torch.float16)
         >>> deinitialize(model)
     """
+    if isinstance(enabled, str):  # any string counts as True, and the level is easily given in its place
+        raise ValueError(f"enabled={enabled!r} cannot be used. Use True or False; name a level: opt_level='O2'.")
     result = models if optimizers is None else (models, optimizers)
     all_models, all_optimizers = listed(models), [] if optimizers is None else listed(optimizers)
     if not enabled:
@@ -161,6 +164,7 @@ def initialize(
     config = replace(config, rule=replace(config.rule, excuse_loss=False))
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"num_losses={num_losses!r} cannot be used. Use a whole number of at least 1.")
+    refuse_skip_settings(max_consecutive_skips)
     ambient.prune()
     refuse_models(all_models, allow_half_models)
     refuse_optimizers(all_optimizers, config)

@@ -1,8 +1,35 @@
 """What an engine is given, looked at before it starts."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
+
+
+def refuse_skip_settings(max_consecutive_skips: Any, skip_together: Any = None) -> None:
+    """Refuses settings of skipped steps that would fail, or mean something else, long after they were given.
+
+    Args:
+        max_consecutive_skips: To be a whole number of at least 1, or None.
+        skip_together: To be a list of lists of indices, or None.
+
+    Raises:
+        ValueError: One of them is not.
+    """
+    limit = max_consecutive_skips
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ValueError(
+            f"max_consecutive_skips={limit!r} cannot be used. Use a whole number of at least 1, or None for no limit."
+        )
+    groups = () if skip_together is None else skip_together
+    if not _is_list(groups) or not all(_is_list(group) and all(type(i) is int for i in group) for group in groups):
+        raise ValueError(
+            f"skip_together={skip_together!r} cannot be used. Use lists of optimizers' indices, such as [[0, 1]]."
+        )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def partners(groups: Sequence[Sequence[int]], count: int) -> list[list[int]]:

@@ -98,7 +98,9 @@ class FunctionPatches:
 
     def __init__(self, half: Iterable[str] = (), floating: Iterable[str] = (), promote: Iterable[str] = ()) -> None:
         kinds: dict[Kind, Iterable[str]] = {"half": half, "float": floating, "promote": promote}
-        self._named: dict[str, Kind] = {path: kind for kind, paths in kinds.items() for path in paths}
+        self._named: dict[str, Kind] = {
+            path: kind for kind, paths in kinds.items() for path in ([paths] if isinstance(paths, str) else paths)
+        }
         for path in self._named:
             find_function(path)
         self._mine: list[Place] = []

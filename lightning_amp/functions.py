@@ -131,6 +131,8 @@ def find_function(path: str) -> Place:
         >>> find_function("torch.nn.functional.gelu")[1]
         'gelu'
     """
+    if not isinstance(path, str):
+        raise ValueError(f"{path!r} is no name. Give a full dotted name, such as 'my_package.ops.fused_bias'.")
     *owners, name = path.split(".")
     for n in range(len(owners), 0, -1):
         try:

@@ -328,8 +328,8 @@ def _check_whole(config: AmpConfig) -> None:
     for name in ("master_weights", "keep_batchnorm_fp32"):
         if getattr(config, name) and half is None:
             raise AmpConfigError(
-                f"{name}=True and cast_model_type={half} contradict each other: without half weights there is nothing "
-                f"to keep in float32. Remove {name}, or use opt_level='O2'."
+                f"{name}=True and cast_model_type=float32 contradict each other: without half weights there is nothing "
+                f"to keep in float32. Remove cast_model_type, or use opt_level='O0' or 'O1', whose weights are float32."
             )
     rule = config.rule
     if rule.min_scale > rule.max_scale:

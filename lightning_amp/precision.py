@@ -25,6 +25,7 @@ from lightning_amp.checkpoint import grad_scaler_state
 from lightning_amp.cpu_casts import listed_casts
 from lightning_amp.dtype_errors import explained_dtype_errors
 from lightning_amp.engine import Engine
+from lightning_amp.engine_checks import refuse_skip_settings
 from lightning_amp.function_patches import FunctionPatches
 from lightning_amp.loss_scaler import LossScalers, name_of
 from lightning_amp.master_weights import MasterWeights
@@ -91,6 +92,7 @@ class AmpPrecision(Answers, Precision):
 
     Raises:
         AmpConfigError: A value is unknown or two settings contradict each other.
+        ValueError: Another setting is none that can be used.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -135,6 +137,10 @@ class AmpPrecision(Answers, Precision):
         functions = [half_functions or (), float_functions or (), promote_functions or ()]
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
             raise ValueError(f"num_losses={num_losses!r} cannot be used. Use a whole number of at least 1.")
+        refuse_skip_settings(max_consecutive_skips, skip_together)
+        for name, value in (("hold_schedulers", hold_schedulers), ("count_skipped_steps", count_skipped_steps)):
+            if not isinstance(value, bool):  # a string would count as True, whatever it says
+                raise ValueError(f"{name}={value!r} cannot be used. Use True or False.")
         self.config = resolve(**settings)
         if any(functions) and not self.config.patch_torch_functions:
             raise ValueError(

@@ -1,7 +1,7 @@
 """What the user may ask the Lightning plugin while it trains: scales, outcomes, masters, true gradients."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,10 +42,12 @@ class Answers:
     def masters(self, optimizer: Any) -> AbstractContextManager[None]:
         """Has ``optimizer`` hold its float32 masters inside the block, to read or to edit them.
 
+        At plain O0 it holds them anyway: they are the model's weights.
+
         Args:
             optimizer: One of the trainer's, wrapped by Lightning or not.
         """
-        return self.engine.lent_masters(optimizer)
+        return nullcontext() if self.config.passive else self.engine.lent_masters(optimizer)
 
     def outcome(self, optimizer: Any) -> Outcome | None:
         """Returns what the latest ``step()`` of ``optimizer`` did; waits for the device where it alone knows.

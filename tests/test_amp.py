@@ -297,6 +297,20 @@ def test_num_losses_is_a_whole_number(num_losses: Any) -> None:
         start(num_losses=num_losses)
 
 
+@pytest.mark.parametrize("limit", [0, -1, 1.5, "2"])
+def test_c37_a_limit_of_skips_is_a_whole_number_or_none(limit: Any) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r"max_consecutive_skips=.* at least 1, or None"):
+        amp.initialize(model, sgd(model), opt_level="O2", max_consecutive_skips=limit, verbosity=0)
+    assert model[0].weight.dtype is torch.float32
+
+
+def test_c90_a_level_in_the_place_of_enabled_is_refused() -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r"enabled='O2' cannot be used.*opt_level='O2'"):
+        amp.initialize(model, sgd(model), "O2")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_outputs_have_the_dtype_that_was_asked_for(level: str) -> None:
     model = amp.initialize(net(), opt_level=level, cast_model_outputs="float16", verbosity=0)

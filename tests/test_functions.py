@@ -672,6 +672,15 @@ def test_a_name_that_leads_nowhere_is_refused_when_the_plugin_is_made(path: str)
         plugin("O1", half_functions=[path])
 
 
+def test_a_name_that_is_no_string_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 is no name.*full dotted name"):
+        plugin("O1", half_functions=[3])
+
+
+def test_one_name_alone_is_one_name() -> None:
+    assert plugin("O1", half_functions="torch.sigmoid")._functions._named == {"torch.sigmoid": "half"}
+
+
 def test_named_functions_need_a_level_that_casts() -> None:
     with pytest.raises(ValueError, match="patch_torch_functions=True"):
         plugin("O2", float_functions=["torch.sigmoid"])

@@ -174,6 +174,11 @@ def test_two_settings_in_conflict_are_both_named(level: str, given: dict[str, An
     assert any(cure in str(error.value) for cure in ("Remove", "Use", "Lower", "Move"))
 
 
+def test_float32_weights_at_o2_are_refused_by_what_was_given() -> None:
+    with pytest.raises(AmpConfigError, match=r"cast_model_type=float32 .*Remove cast_model_type, or"):
+        resolve("O2", cast_model_type="float32")
+
+
 def test_only_plain_o0_is_passive() -> None:
     assert resolve("O0").passive
     assert not resolve("O0", loss_scale=8).passive

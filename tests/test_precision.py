@@ -145,6 +145,39 @@ def test_num_losses_is_a_whole_number(count: Any) -> None:
         AmpPrecision(num_losses=count)
 
 
+@pytest.mark.parametrize("limit", [0, -5, 2.5, True, "100"])
+def test_c37_a_limit_of_skips_is_a_whole_number_or_none(limit: Any) -> None:
+    with pytest.raises(ValueError, match=r"max_consecutive_skips=.* at least 1, or None"):
+        AmpPrecision(max_consecutive_skips=limit)
+    AmpPrecision(max_consecutive_skips=None)
+
+
+@pytest.mark.parametrize("groups", [[0, 1], "01", [["a", "b"]], [[0.0, 1.0]], 3, {0: 1}])
+def test_c37_what_skips_together_is_lists_of_indices(groups: Any) -> None:
+    with pytest.raises(ValueError, match=r"skip_together=.* cannot be used. Use lists"):
+        AmpPrecision(skip_together=groups)
+
+
+@pytest.mark.parametrize("name", ["hold_schedulers", "count_skipped_steps"])
+@pytest.mark.parametrize("value", ["False", "no", 0, None])
+def test_c37_a_flag_is_no_string(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=.* cannot be used. Use True or False"):
+        AmpPrecision(**{name: value})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_are_edited_among_the_masters_at_each_level(level: str) -> None:
+    def step(module: Any, *_: Any) -> None:
+        optimizer = module.optimizers()
+        with module.trainer.precision_plugin.masters(optimizer), torch.no_grad():
+            for p in optimizer.param_groups[0]["params"]:
+                assert p.dtype is (torch.float16 if level == "O3" else torch.float32)
+                p.mul_(0.5)
+
+    module = run(step, sgd("net"), amp(level), net=linear(1.0))
+    assert module.net.weight.item() == 0.5
+
+
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_c89_precision_beside_the_plugin_is_refused(precision: str) -> None:
     with pytest.raises(ValueError, match=rf"precision={precision}.*AmpPrecision.*used without precision=.*Choose one"):
