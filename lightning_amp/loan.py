@@ -1,5 +1,6 @@
 """Masters in an optimizer's hands, for the time of a step."""
 
+from collections.abc import Iterable
 from itertools import compress
 from typing import Any
 
@@ -20,17 +21,19 @@ class Loan:
     Args:
         masters: Whose masters.
         optimizer: Anything with ``param_groups`` and ``state``.
+        wrapped: The optimizers that it holds, which may have a state of their own.
     """
 
-    def __init__(self, masters: MasterWeights, optimizer: Any) -> None:
+    def __init__(self, masters: MasterWeights, optimizer: Any, wrapped: Iterable[Any] = ()) -> None:
         self._masters = masters
         self._optimizer = optimizer
+        self._holders = [optimizer, *(each for each in wrapped if each is not optimizer)]
         self._backends = Backends()
         # Columns: the half weights, their masters, and for those that nobody else holds their gradients.
         self._halves: list[Tensor] = []
         self._lent: list[Any] = []
         self._first: tuple[list[Tensor], list[Any], list[Tensor | None]] = ([], [], [])
-        self._before: tuple[list[int], dict[Any, Any]] = ([], {})
+        self._before: list[tuple[list[int], dict[Any, Any]]] = [([], {})] * len(self._holders)
         self.held = False
         """Whether the optimizer holds the masters now."""
 
@@ -82,14 +85,15 @@ class Loan:
         used again, which know their hashes, unless one has come, gone or changed.
         """
         to = dict(zip(map(id, out), into, strict=True))
-        for group in self._optimizer.param_groups:
-            group["params"][:] = map(to.get, map(id, group["params"]), group["params"])
-        state = self._optimizer.state
-        now = dict(state)
-        keys, values = list(map(to.get, map(id, now), now)), list(now.values())
-        ids, entries = self._before
-        if ids != [*map(id, keys), *map(id, values)]:
-            entries = dict(zip(keys, values, strict=True))
-        self._before = [*map(id, now), *map(id, values)], now
-        state.clear()
-        state.update(entries)
+        for i, holder in enumerate(self._holders):
+            for group in holder.param_groups:  # a second time, in what holders share, it changes nothing
+                group["params"][:] = map(to.get, map(id, group["params"]), group["params"])
+            state = holder.state
+            now = dict(state)
+            keys, values = list(map(to.get, map(id, now), now)), list(now.values())
+            ids, entries = self._before[i]
+            if ids != [*map(id, keys), *map(id, values)]:
+                entries = dict(zip(keys, values, strict=True))
+            self._before[i] = [*map(id, now), *map(id, values)], now
+            state.clear()
+            state.update(entries)

@@ -49,8 +49,7 @@ def refuse_optimizers(optimizers: Sequence[Any], config: AmpConfig) -> None:
     """Refuses what cannot be stepped.
 
     Args:
-        optimizers: Torch's, or anything that has an optimizer's methods and shares the groups and the state of what it
-            wraps.
+        optimizers: Torch's, or anything that has an optimizer's methods and shares the groups of what it wraps.
         config: The level and its settings.
 
     Raises:
@@ -75,8 +74,8 @@ def refuse_optimizers(optimizers: Sequence[Any], config: AmpConfig) -> None:
                     f"LBFGS cannot be used at opt_level={config.opt_level!r}: it runs the backward pass inside its "
                     "step, where a scale cannot be taken out. Use opt_level='O0', or another optimizer."
                 )
-            if inner.param_groups is not optimizer.param_groups or inner.state is not optimizer.state:
+            if inner.param_groups is not optimizer.param_groups:
                 raise ValueError(
-                    f"{name} wraps {type(inner).__name__} and does not share its param_groups and state, so that it "
+                    f"{name} wraps {type(inner).__name__} and does not share its param_groups, so that it "
                     f"would not step the float32 weights. Give the {type(inner).__name__}, and wrap it afterwards."
                 )

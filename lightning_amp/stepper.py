@@ -18,11 +18,17 @@ from lightning_amp.spent_closure import takes_closure
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Returns the torch optimizers behind one: itself, or those that a wrapper holds as attributes.
 
+    A wrapper may be an `Optimizer` that never ran its constructor, as many a Lookahead is: torch runs no hook of it.
+    The constructor leaves a mark on ``step``; there is no public way to tell.
+
     Args:
         optimizer: Anything with ``param_groups``, ``state`` and ``step``.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return [optimizer]
+    mine = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
+    return mine if mine and getattr(type(optimizer).step, "hooked", False) else _held(optimizer) or mine
+
+
+def _held(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [held for held in getattr(optimizer, "__dict__", {}).values() if isinstance(held, torch.optim.Optimizer)]
 
 
@@ -40,7 +46,7 @@ class Stepper:
         self.record = OutcomeRecord()
         self.name = name
         self._masters = masters
-        self._loan = Loan(masters, optimizer)
+        self._loan = Loan(masters, optimizer, _held(optimizer))
         self._lent_outside = False
         self.stepping = False
         """Whether it is this object that runs the optimizer's ``step`` now."""
@@ -76,7 +82,8 @@ class Stepper:
         """Makes floating state float32 that the optimizer already holds for half parameters."""
         if not self._masters.lend_to_optimizers:
             return
-        for param, state in self.optimizer.state.items():
+        holders = (self.optimizer, *_held(self.optimizer))
+        for param, state in (entry for holder in holders for entry in holder.state.items()):
             if isinstance(param, Tensor) and param.dtype in HALF_DTYPES and isinstance(state, dict):
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
