@@ -331,7 +331,7 @@ class Engine(EngineAnswers):
         if closure is not None and not isinstance(closure, SpentClosure):
             with torch.enable_grad():
                 result = closure()
-            self.step(optimizer, SpentClosure(result, type(optimizer).__name__), **kwargs)
+            self.step(optimizer, SpentClosure(result, optimizer), **kwargs)
             return result
         index = self.index(optimizer)
         stepper = self._steppers[index]

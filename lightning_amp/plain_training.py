@@ -197,7 +197,7 @@ class PlainTraining:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            spent = SpentClosure(loss, type(optimizer).__name__)
+            spent = SpentClosure(loss, optimizer)
         self.shown.take_back()
         result = self.engine.step(optimizer, spent, **kwargs)
         return loss if result is None else result

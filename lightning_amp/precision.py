@@ -396,7 +396,7 @@ class AmpPrecision(Answers, Precision):
             engine.unscale(optimizer)
         self._after_closure(model, optimizer)
         # Without a closure of the user's, manual optimization hands over one that does nothing.
-        spent = None if closure is do_nothing_closure else SpentClosure(result, type(optimizer).__name__)
+        spent = None if closure is do_nothing_closure else SpentClosure(result, optimizer)
         stepped = engine.step(optimizer, spent, **kwargs)
         if not self._count_skipped_steps and self.outcome(optimizer) is Outcome.SKIPPED:
             self._uncount_step(model)

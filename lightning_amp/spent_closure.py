@@ -5,33 +5,40 @@ from typing import Any
 
 
 class SpentClosure:
-    """Returns what the closure returned; a second call, which would want other gradients, is refused.
+    """Returns what the closure returned; a call that would want other gradients is refused.
+
+    Such is a second one, and one after the gradients were cleared, as SAM does when it has moved the weights.
 
     Args:
         result: What the closure returned.
-        name: How the message calls the optimizer.
+        optimizer: Which is to be given this.
 
     Example:
-        >>> closure = SpentClosure(0.5, "SAM")
+        >>> import torch
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> weight.grad = torch.ones(1)
+        >>> closure = SpentClosure(0.5, torch.optim.SGD([weight], lr=0.1))
         >>> closure()
         0.5
     """
 
-    def __init__(self, result: Any, name: str) -> None:
+    def __init__(self, result: Any, optimizer: Any) -> None:
         self._result = result
-        self._name = name
+        self._optimizer = optimizer
         self._called = False
 
     def __call__(self) -> Any:
         """Returns the result.
 
         Raises:
-            RuntimeError: It was called before.
+            RuntimeError: It was called before, or the gradients are gone.
         """
-        if self._called:
+        name, groups = type(self._optimizer).__name__, self._optimizer.param_groups
+        if self._called or all(p.grad is None for group in groups for p in group["params"]):
+            when = "a second time" if self._called else "after it had cleared the gradients"
             raise RuntimeError(
-                f"step() of {self._name} ran its closure a second time. Mixed precision runs a closure once, before "
-                "the step, so that a non-finite gradient can be kept from the weights. Make both passes by hand in "
+                f"step() of {name} ran its closure {when}. Mixed precision runs a closure once, before the step, so "
+                "that a non-finite gradient can be kept from the weights. Make both passes by hand in "
                 "manual optimization, moving the weights inside masters(optimizer), or use opt_level='O0'."
             )
         self._called = True

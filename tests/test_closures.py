@@ -32,6 +32,15 @@ class TwoPasses(torch.optim.SGD):
         return super().step()
 
 
+class ClearsFirst(torch.optim.SGD):
+    """Clears the gradients and then runs its closure once, as SAM does at the weights that it has moved."""
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        self.zero_grad()
+        closure()
+        return super().step()
+
+
 class TakesNone(torch.optim.SGD):
     """Has no argument for a closure."""
 
@@ -90,6 +99,14 @@ def test_an_optimizer_that_runs_its_closure_twice_is_refused_with_the_way_out(le
     """Its second gradients could not be kept from the weights; giving it the first ones again would be a lie."""
     with pytest.raises(RuntimeError, match=r"TwoPasses ran its closure a second time.*inside masters"):
         fit(module_of(TwoPasses, automatic), amp(level), BATCHES)
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+@pytest.mark.parametrize("automatic", [False, True], ids=["manual", "automatic"])
+def test_an_optimizer_that_clears_gradients_before_its_closure_is_refused(level: str, automatic: bool) -> None:
+    """The closure has run, and brings no others: the step would be made without any, and nothing would be learned."""
+    with pytest.raises(RuntimeError, match=r"ClearsFirst ran its closure after it had cleared.*inside masters"):
+        fit(module_of(ClearsFirst, automatic), amp(level), BATCHES)
 
 
 @pytest.mark.parametrize("level", HALF_LEVELS)
