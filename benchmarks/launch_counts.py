@@ -77,7 +77,7 @@ def no_driver() -> Iterator[None]:
 def count_step(
     opt_level: Literal["O1", "O2"],
     shapes: Sequence[Shape],
-    clip: bool,
+    clip: Literal["norm", "value"] | None,
     optimizer: type = torch.optim.Adam,
     devices: Sequence[str] = ("cuda:0",),
     **options: Any,
@@ -87,7 +87,7 @@ def count_step(
     Args:
         opt_level: The level.
         shapes: Of the parameters.
-        clip: Whether the gradients are clipped by norm.
+        clip: How the gradients are clipped, None for not at all.
         optimizer: Its class.
         devices: Where the parameters are, by turns; the scaler is on the first.
         **options: For the optimizer; by default ``fused=True``.
@@ -115,7 +115,7 @@ def count_step(
             stepping.zero_grad()
             engine.backward(loss, differentiate)
             if clip:
-                engine.clip(stepping, 1.0)
+                engine.clip(stepping, 1.0, clip)
             engine.step(stepping)
 
         with _Operations() as operations:
@@ -143,12 +143,12 @@ def main() -> None:
     )
     for name in ("dcgan", "resnet50", "tiny2000"):
         for level in ("O1", "O2"):
-            for clip in (False, True):
+            for clip in (None, "norm", "value"):
                 step = count_step(level, LISTS[name](), clip)
                 others = sum(step.others.values())
                 bites = f"{step.nbytes + step.extra:g}" if clip else ""
                 print(
-                    f"{name:10}{level:>6}{clip!s:>6}{len(step.kernels):>9}{others:>7}{step.rows:>6}"
+                    f"{name:10}{level:>6}{clip or 'no':>6}{len(step.kernels):>9}{others:>7}{step.rows:>6}"
                     f"{step.nbytes:>11g}{bites:>13}  {', '.join(step.kernels)}"
                 )
     print(f"torch's: {', '.join(step.others)}")

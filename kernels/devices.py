@@ -120,14 +120,16 @@ class Backends(dict[torch.device, ModuleType]):
             also = also if also is None else also.to(device)
             reading: Reading = self[device].read_and_clip(grads, algorithm, bound, also)
             return reading
-        reading = self.read(grads, also)
+        reading = self.read(grads)
         for group in groups:
             device = group[0].device
             if algorithm == "norm":
                 self[device].clip_norm(group, reading.norm.to(device), bound)
             else:
                 self[device].clip_value(group, reading.found_inf.to(device), bound)
-        return reading
+        if also is None:
+            return reading
+        return Reading(reading.norm, torch.maximum(reading.found_inf, also.to(reading.found_inf.device)))
 
 
 def _most(found: list[Tensor]) -> Tensor:

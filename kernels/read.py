@@ -74,7 +74,7 @@ def read_kernel(
         grads: int64 ``[tensors]``: their addresses.
         partials: ``[PROGRAMS]``, scratch; float64 where a gradient is, else float32.
         ticket: int32, scratch; zero before and after.
-        result: float32 ``[2]``: norm, found_inf.
+        result: float32 ``[3]``: norm, found_inf, and found_inf of the gradients alone.
         also: float32, the least that found_inf becomes; not looked at unless ``ALSO``.
         ALSO: See there.
         KINDS: The element type of each kind.
@@ -111,6 +111,7 @@ def read_kernel(
         else:
             tl.store(result, tl.sqrt_rn(square) * unit)
         found = (square != square).to(tl.float32)
+        tl.store(result + 2, found)
         if ALSO:
             found = tl.maximum(found, tl.load(also))
         tl.store(result + 1, found)

@@ -200,17 +200,17 @@ def read_and_clip(
         grads: At least one dense floating tensor, in place.
         algorithm: Which of the two.
         bound: The largest norm, or the largest value; positive.
-        also: See `read`.
+        also: See `read`; the clip does not go by it: gradients that are finite are clipped, stepped or not.
 
     Returns:
         The reading from before the clip.
     """
-    reading = read(grads, also)
+    reading = read(grads)
     if algorithm == "norm":
         clip_norm(grads, reading.norm, bound)
     else:
         clip_value(grads, reading.found_inf, bound)
-    return reading
+    return reading if also is None else Reading(reading.norm, torch.maximum(reading.found_inf, also))
 
 
 def refresh(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:

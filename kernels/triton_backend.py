@@ -104,24 +104,26 @@ def _home(new: Tensor, old: Tensor | None, widen: bool, in_place: bool) -> Tenso
 
 def read(grads: Sequence[Tensor], also: Tensor | None = None) -> Reading:
     """See `lightning_amp.kernels.reference.read`."""
-    return _read(grads, listed(grads), also)
+    return _read(grads, listed(grads), also)[0]
 
 
-def _read(grads: Sequence[Tensor], listing: Listing, also: Tensor | None) -> Reading:
+def _read(grads: Sequence[Tensor], listing: Listing, also: Tensor | None) -> tuple[Reading, Tensor]:
+    """Returns a reading, and found_inf without ``also``."""
     key = ("read", listing.place, listing.facts, also is None)
     plan = planned(key, listing.place, lambda: ReadPlan(listing, also is not None, grads[0]))
-    result = grads[0].new_empty(2, dtype=torch.float32)
+    result = grads[0].new_empty(3, dtype=torch.float32)
     plan.launch(listing, result, also)
-    norm, found_inf = result.unbind()
+    norm, found_inf, own = result.unbind()
     if plan.rest:
         other = reference.read([grads[i] for i in plan.rest])
-        return Reading(torch.hypot(norm, other.norm), torch.maximum(found_inf, other.found_inf))
-    return Reading(norm, found_inf)
+        norm, found_inf = torch.hypot(norm, other.norm), torch.maximum(found_inf, other.found_inf)
+        own = torch.maximum(own, other.found_inf)
+    return Reading(norm, found_inf), own
 
 
 def found_inf(grads: Sequence[Tensor], also: Tensor | None = None) -> Tensor:
     """See `lightning_amp.kernels.reference.found_inf`; the norm costs nothing beside."""
-    return _read(grads, listed(grads), also).found_inf
+    return _read(grads, listed(grads), also)[0].found_inf
 
 
 def clip_norm(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -141,8 +143,8 @@ def read_and_clip(
 ) -> Reading:
     """See `lightning_amp.kernels.reference.read_and_clip`; looks at the list once, for both launches."""
     listing = listed(grads)
-    reading = _read(grads, listing, also)
-    _clip(grads, listing, algorithm, reading.norm if algorithm == "norm" else reading.found_inf, bound)
+    reading, own = _read(grads, listing, also)
+    _clip(grads, listing, algorithm, reading.norm if algorithm == "norm" else own, bound)
     return reading
 
 

@@ -306,9 +306,8 @@ class Engine(EngineAnswers):
         if not grads:
             return
         with no_autocast(self._device.type):
-            # What the optimizer is liable for goes with the reading, so that the step need not add it, but not where
-            # the clip goes by it: gradients that are finite are clipped by value, stepped or not.
-            also = self._liable.of(index) if algorithm == "norm" and self._liable.noted else None
+            # What the optimizer is liable for goes with the reading, so that the step need not add it.
+            also = self._liable.of(index) if self._liable.noted else None
             reading = self.gradients.backends.read_and_clip(dense_values(grads), algorithm, float(value), also)
         self._known[index] = Known(grads, reading, also)
         if self._liable.noted:

@@ -74,9 +74,8 @@ def test_ops_with_many_tensors_are_those_of_lightnings_mixed_precision_and_fewer
 @pytest.mark.parametrize(("style", "fused"), list(itertools.product(["named", "toggled"], [False, True])))
 def test_calls_are_at_most_a_tenth_above_lightnings_mixed_precision(style: Style, fused: bool, tensors: int) -> None:
     theirs = counted("16-mixed", tensors, style, fused).calls
-    for precision in ("O1", "O1 step"):
+    for precision in ("O1", "O1 step", "O2"):
         assert counted(precision, tensors, style, fused).calls <= 1.10 * theirs
-    assert counted("O2", tensors, style, fused).calls <= 1.20 * theirs, "hooks on every module, and the loan"
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", *OURS])

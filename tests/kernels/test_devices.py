@@ -19,17 +19,17 @@ CPU, AGAIN = torch.device("cpu"), torch.device("cpu", 0)
 
 
 @pytest.mark.usefixtures("device_chooses")
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("clip", [None, "norm", "value"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_each_kernel_runs_once_a_device(level: Literal["O1", "O2"], clip: bool) -> None:
-    names = ["collect", "read", *["clip"] * clip, *["adopt", "refresh"] * (level == "O2")]
+def test_each_kernel_runs_once_a_device(level: Literal["O1", "O2"], clip: Literal["norm", "value"] | None) -> None:
+    names = ["collect", "read", *["clip"] * (clip is not None), *["adopt", "refresh"] * (level == "O2")]
     for several in (("cuda:0", "cuda:1"), ("cuda:1", "cuda:3", "cuda:0")):
         step = count_step(level, [(5,)] * 40, clip, devices=several)
         wanted = [name for name in names for _ in several]
         wanted.insert(len(several), "update")
         assert list(step.kernels) == wanted
         assert step.rows == len(several) * (2 if level == "O2" else 1)
-        assert step.nbytes == {"O1": 40, "O2": 46}[level]
+        assert step.nbytes == {"O1": 40, "O2": 46}[level] + 4 * (clip == "value")
 
 
 @pytest.mark.usefixtures("device_chooses")
@@ -77,8 +77,9 @@ def test_a_clip_goes_by_all_devices(algorithm: str, bound: float) -> None:
     grads = [torch.randn(n) for n in (3, 40, 7)]
     before = [g.double() for g in grads]
     norm = math.sqrt(sum(float(g.square().sum()) for g in before))
-    reading = Backends().read_and_clip(grads, algorithm, bound)
+    reading = Backends().read_and_clip(grads, algorithm, bound, torch.ones(()))
     assert reading.norm.item() == pytest.approx(norm, rel=1e-6)
+    assert reading.found_inf.item() == 1.0, "what else speaks against the step, and not against the clip"
     for g, was in zip(grads, before, strict=True):
         wanted = was.clamp(-bound, bound) if algorithm == "value" else was * min(1.0, bound / (norm + 1e-6))
         torch.testing.assert_close(g.double(), wanted, rtol=1e-6, atol=1e-7)
