@@ -162,6 +162,8 @@ def test_clip_values_are_checked():
         fit(gan(), amp("O1", num_losses=3), BATCHES, callbacks=[GradientClipping([1.0, 1.0, 1.0])])
     with pytest.raises(ValueError, match="clip value of -1"):
         GradientClipping(-1)
+    with pytest.raises(ValueError, match=r"clip value of '1\.0'"):
+        GradientClipping("1.0")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'l2' is unknown"):
         GradientClipping(1.0, "l2")  # type: ignore[arg-type]
 

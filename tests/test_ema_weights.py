@@ -113,7 +113,7 @@ def test_state_goes_through_a_checkpoint(tmp_path):
     assert torch.equal(other.averages()["net.weight"], ema.averages()["net.weight"])
 
 
-@pytest.mark.parametrize("decay", [0.0, 1.0, -1, 2])
+@pytest.mark.parametrize("decay", [0.0, 1.0, -1, 2, "0.5"])
 def test_bad_decay_is_refused(decay):
     with pytest.raises(ValueError, match=r"decay=.* between 0 and 1"):
         EMAWeights(decay=decay)

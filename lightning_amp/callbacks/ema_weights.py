@@ -36,7 +36,7 @@ class EMAWeights(Callback):
     """
 
     def __init__(self, decay: float = 0.999, evaluate: bool = True) -> None:
-        if not 0.0 < decay < 1.0:
+        if not (isinstance(decay, (int, float)) and 0.0 < decay < 1.0):
             raise ValueError(f"decay={decay!r} cannot be used. Use a number between 0 and 1, such as 0.999.")
         self.decay = decay
         self.evaluate = evaluate

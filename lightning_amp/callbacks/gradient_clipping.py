@@ -30,8 +30,8 @@ class GradientClipping(Callback):
     """
 
     def __init__(self, values: float | list[float | None], algorithm: Literal["norm", "value"] = "norm") -> None:
-        for value in values if isinstance(values, Sequence) else [values]:
-            if value is not None and not value > 0:
+        for value in values if isinstance(values, (list, tuple)) else [values]:
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 raise ValueError(f"A clip value of {value!r} cannot be used. Use a positive one, or None.")
         if algorithm not in ("norm", "value"):
             raise ValueError(f"algorithm={algorithm!r} is unknown. Use 'norm' or 'value'.")
