@@ -35,7 +35,6 @@ from lightning_amp.outcomes import Outcome
 from lightning_amp.precision_answers import Answers
 from lightning_amp.precision_checks import refuse_device, refuse_half, refuse_lbfgs, refuse_strategy
 from lightning_amp.saved_state import GRAD_SCALER_ENTRIES, Saved, find, read
-from lightning_amp.scaler_choice import loss_key
 from lightning_amp.schedulers import SkipAwareScheduler
 from lightning_amp.spent_closure import SpentClosure
 from lightning_amp.windows import Windows
@@ -350,8 +349,6 @@ class AmpPrecision(Answers, Precision):
             return
         unreduced = self._windows.passed()
         if self.config.passive:
-            if loss_id is not None:
-                loss_key(loss_id, self._num_losses)  # what is wrong at another level is refused at this one, too
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
         if model.automatic_optimization and self._inside_window(model) and not self._looked_at(model):

@@ -212,7 +212,7 @@ def test_c89_a_second_knob_is_refused(settings: dict[str, Any], words: str) -> N
 # What it refuses in a training
 
 
-@pytest.mark.parametrize("level", ["O0", *HALF_LEVELS])
+@pytest.mark.parametrize("level", HALF_LEVELS)
 @pytest.mark.parametrize("loss_id", [2, -1, True])
 def test_loss_id_out_of_range(level: str, loss_id: int) -> None:
     def step(module: Any, *_: Any) -> None:
