@@ -88,6 +88,7 @@ class Collector:
             scale: Likewise.
             loss: Likewise.
         """
+        scale.scaler.sources = [p for p, _, _ in fresh]
         for i, (p, new, old) in enumerate(fresh):
             _collect_odd((p, new.data, None), scale._replace(inv_scale=None), i, False, False)
             with torch.enable_grad():

@@ -227,3 +227,11 @@ def test_gradients_of_a_step_that_is_to_be_skipped_are_clipped_like_others() -> 
     assert values(root.b.weight.grad) == [0.5, 0.5]
     engine.step(engine.optimizers[0])
     assert engine.outcome(engine.optimizers[0]).value == "skipped"
+
+
+def test_an_overflow_in_a_graph_of_gradients_is_laid_to_the_parameters_of_that_pass() -> None:
+    engine, root = training("O1", "ab")
+    engine.backward(loss(root.b))
+    engine.backward(loss(root.a, (torch.inf, 1.0)), create_graph=True)
+    (cause,) = engine.causes()
+    assert "first parameter with a non-finite gradient was a.weight" in cause
